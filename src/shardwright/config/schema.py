@@ -1,0 +1,277 @@
+"""The recipe as frozen pydantic models.
+
+Every key here does something; keys are the field's standard words. Defaults are what a careful person would pick for a
+first run. Batch arithmetic, divisibility and anything that needs the number of ranks is `plan.resolve`'s business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+PrecisionKind = Literal["fp32", "bf16", "fp16", "fp64"]
+RecomputeKind = Literal["none", "selective", "full"]
+ScheduleKind = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """Which decoder, and where its weights come from."""
+
+    path: str | None = None
+    """A Hugging Face folder: its config.json is the architecture and, with `init: pretrained`, its safetensors the weights."""
+    config: dict[str, Any] | None = None
+    """The content of a config.json written here instead (`model_type: llama`, ...). `vocab_size` may be left out: the
+    tokenizer's is taken."""
+    init: Literal["random", "pretrained"] | None = None
+    """`pretrained` reads the folder's weights; `random` depends on parameter name and seed only. Default: `pretrained`
+    with `path`, `random` with `config`."""
+    attention: Literal["auto", "explicit"] = "auto"
+    """`auto` uses PyTorch's fused kernels and says in the log where they refuse; `explicit` spells the products out."""
+    compile: bool = False
+    """torch.compile each block."""
+    loss_chunk_tokens: Positive = 1024
+    """Tokens whose logits are held at a time by the chunked linear cross-entropy."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either `path` (a Hugging Face folder) or `config` (its config.json inline), not both or neither")
+        if self.init == "pretrained" and self.path is None:
+            raise ValueError("`init: pretrained` needs `path`, the folder that holds the weights")
+        return self
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether weights are read from `path`."""
+        return self.init == "pretrained" or (self.init is None and self.path is not None)
+
+
+class TokenizerSection(Section):
+    """How text becomes ids."""
+
+    kind: Literal["huggingface", "bpe", "character"] = "huggingface"
+    """`huggingface`: the tokenizer of `path` (default: the model's folder). `bpe`: byte-level BPE trained on the training
+    sources. `character`: one id per character of the training sources."""
+    path: str | None = None
+    """Folder with tokenizer.json, for `kind: huggingface`."""
+    vocab_size: Positive | None = None
+    """For `kind: bpe`: size of the vocabulary to train."""
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> TokenizerSection:
+        if self.kind == "bpe" and self.vocab_size is None:
+            raise ValueError("`kind: bpe` needs `vocab_size`")
+        if self.kind != "bpe" and self.vocab_size is not None:
+            raise ValueError(f"`vocab_size` is for `kind: bpe`; the size of a {self.kind} tokenizer is its own")
+        if self.kind != "huggingface" and self.path is not None:
+            raise ValueError(f"`path` is for `kind: huggingface`; a {self.kind} tokenizer is made from the training sources")
+        return self
+
+
+class Source(Section):
+    """One place that text comes from."""
+
+    path: str
+    """A file or a folder (read recursively, in name order). `${NAME}` is taken from the environment."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto` goes by file name: .jsonl/.ndjson, .parquet, anything else is text (one file, one document)."""
+    text_field: str = "text"
+    """Field or column that holds the text, for jsonl and parquet."""
+    glob: str | None = None
+    """Which files of a folder, e.g. `*.py`; default all of the formats known."""
+
+
+def _as_sources(value: Any) -> Any:
+    if isinstance(value, str | dict):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple({"path": item} if isinstance(item, str) else item for item in value)
+    return value
+
+
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
+
+
+class DataSection(Section):
+    """What the model learns from."""
+
+    sources: Sources = Field(min_length=1)
+    """Training text: a path, a mapping, or a list of them."""
+    validation: Sources = ()
+    """Text to validate on. Without it `validation_fraction` of the training sources is held out."""
+    validation_fraction: Fraction = 0.0
+    """Share held out for validation."""
+    validation_split: Literal["documents", "tail"] = "documents"
+    """`documents`: whole documents, chosen by a hash of their content (a duplicate never sits on both sides);
+    `tail`: the last characters of the corpus."""
+    packing: Literal["windows", "documents"] = "windows"
+    """`windows`: the corpus is one stream, cut into windows. `documents`: documents are laid side by side, and attention
+    and positions respect their boundaries."""
+    max_broken_fraction: Fraction = 0.01
+    """Records that cannot be read are counted with file and line and set aside; above this share it is an error."""
+    cache_dir: str | None = None
+    """Where tokenised data is kept; default `~/.cache/shardwright/data`, or `$SHARDWRIGHT_CACHE/data`."""
+
+
+class TrainingSection(Section):
+    """Batch arithmetic, length, and the optimisation's schedule."""
+
+    sequence_length: Positive
+    """Tokens per sequence that the model sees (inputs; labels are the same sequence shifted by one)."""
+    micro_batch_size: Positive | None = None
+    """Sequences per rank in one forward pass."""
+    global_batch_size: Positive | None = None
+    """Sequences per optimizer step over all ranks: micro_batch_size x data ranks x gradient_accumulation_steps."""
+    gradient_accumulation_steps: Positive | None = None
+    """Forward-backward passes per optimizer step."""
+    max_steps: Positive | None = None
+    """Optimizer steps. With `num_epochs` too, whichever ends first."""
+    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training samples."""
+    learning_rate: Annotated[float, Field(ge=0)]
+    """Peak learning rate."""
+    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of a decaying schedule."""
+    schedule: ScheduleKind = "cosine"
+    """Shape of the learning rate after warmup."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear warmup: step i of w runs at learning_rate x (i + 1) / (w + 1)."""
+    decay_steps: Positive | None = None
+    """For warmup_stable_decay: length of the final decay; default a tenth of the steps."""
+    batch_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Scales the learning rate by (global_batch_size / base_batch_size), or its square root."""
+    base_batch_size: Positive | None = None
+    """Batch for which `learning_rate` was chosen; needed by `batch_scaling`."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay of matrices; norms and biases are not decayed."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip to this global norm; null clips nothing."""
+    max_skipped_steps: NonNegative = 10
+    """Steps in a row that may be skipped for a gradient that is not finite before the run is an error."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainingSection:
+        if self.max_steps is None and self.num_epochs is None:
+            raise ValueError("say how long to train: `max_steps` or `num_epochs`")
+        if self.batch_scaling != "none" and self.base_batch_size is None:
+            raise ValueError(f"`batch_scaling: {self.batch_scaling}` needs `base_batch_size`")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"`min_learning_rate` ({self.min_learning_rate}) is above `learning_rate` ({self.learning_rate})")
+        return self
+
+
+class OptimizerSection(Section):
+    """The update rule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Fraction = 0.0
+    """For sgd."""
+
+
+class PrecisionSection(Section):
+    """Compute precision; master weights and moments stay fp32 (fp64 with `kind: fp64`)."""
+
+    kind: PrecisionKind = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are summed over ranks."""
+    initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
+    """For fp16: where dynamic loss scaling starts."""
+    loss_scale_growth_steps: Positive = 1000
+    """For fp16: finite steps before the scale doubles; a step that is not finite halves it."""
+
+
+def _as_precision(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class LayoutSection(Section):
+    """Degrees of parallelism. One data degree may be left out: it takes the ranks that remain."""
+
+    dp_replicate: Positive | None = None
+    """Replicas that hold the same shard (hybrid) or the whole model (zero_stage 0)."""
+    dp_shard: Positive | None = None
+    """Ranks over which ZeRO shards."""
+    tp: Positive = 1
+    pp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """0 replicates (DDP); 1 shards optimizer states; 2 gradients too; 3 parameters too (FSDP). Default 3 when anything
+    is sharded, else 0."""
+    wrap_blocks: Positive = 1
+    """Decoder blocks gathered together (FSDP wrap granularity)."""
+    prefetch_depth: NonNegative = 1
+    """Groups gathered ahead of use, forward and backward."""
+    max_gathers_in_flight: Positive = 2
+    """Groups whose full parameters may exist at once, the one in use included; prefetching stops there."""
+    bucket_size_bytes: Positive = 25 * 1024**2
+    """zero_stage 0: gradients are reduced in buckets of about this size while the backward pass goes on."""
+
+
+class EvaluationSection(Section):
+    """Validation while training."""
+
+    every_steps: Positive | None = None
+    """Steps between evaluations; null evaluates only at the end (when there is validation data)."""
+    max_batches: Positive | None = None
+    """Micro-batches per rank; null is the whole validation set."""
+
+
+class CheckpointSection(Section):
+    """What is saved, when, and how much is kept."""
+
+    every_steps: Positive | None = None
+    """Steps between checkpoints; null saves only at the end and on a stop."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept."""
+    keep_best: bool = True
+    """Also keep the one with the lowest validation loss."""
+
+
+class RunSection(Section):
+    """The run folder and what is written there."""
+
+    dir: str | None = None
+    """Run folder; default `runs/<name>`."""
+    log_every_steps: Positive = 1
+    """Steps between lines of the log (events.jsonl has every step)."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Optional sinks beside events.jsonl."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where it is."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a collective may wait before the run is declared broken."""
+
+
+class Recipe(Section):
+    """One training run, whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Names the run folder."""
+    seed: NonNegative = 0
+    """Initial weights, sample order and dropout are functions of it."""
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerSection = OptimizerSection()
+    precision: Annotated[PrecisionSection, BeforeValidator(_as_precision)] = PrecisionSection()
+    recompute: RecomputeKind = "none"
+    """`selective` recomputes all but matrix products and attention in the backward pass; `full` whole blocks."""
+    layout: LayoutSection = LayoutSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    run: RunSection = RunSection()

@@ -1,0 +1,115 @@
+"""The narrow waist: one frozen value that says how a run is cut over devices.
+
+Planner, rehearsal, verifier and trainer all read the same `Plan`; `resolve` is pure and needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwright.config.schema import PrecisionSection, Recipe, RecomputeKind, TrainingSection
+from shardwright.errors import LayoutError, RecipeError
+from shardwright.layout.degrees import Layout, resolve_layout
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch_size = micro_batch_size x data_ranks x gradient_accumulation_steps, in sequences."""
+
+    sequence_length: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    data_ranks: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch_size * self.data_ranks * self.gradient_accumulation_steps
+
+    @property
+    def global_batch_tokens(self) -> int:
+        """Tokens per optimizer step."""
+        return self.global_batch_size * self.sequence_length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a training run is cut over devices."""
+
+    layout: Layout
+    batch: BatchPlan
+    precision: PrecisionSection
+    recompute: RecomputeKind = "none"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON for the run folder."""
+        return {
+            "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
+            "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
+            "precision": self.precision.model_dump(mode="json"),
+            "recompute": self.recompute,
+        }
+
+
+def resolve(recipe: Recipe, world_size: int) -> Plan:
+    """The plan of a recipe on `world_size` ranks.
+
+    Raises:
+        LayoutError, RecipeError: degrees or batch sizes that contradict each other, with the arithmetic shown.
+    """
+    layout = resolve_layout(recipe.layout, world_size)
+    return Plan(
+        layout=layout,
+        batch=resolve_batch(recipe.training, layout.data_ranks),
+        precision=recipe.precision,
+        recompute=recipe.recompute,
+    )
+
+
+def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
+    """Any two of micro batch, accumulation and global batch give the third; one alone takes accumulation 1.
+
+    >>> resolve_batch(TrainingSection(sequence_length=8, max_steps=1, learning_rate=1, global_batch_size=12,
+    ...                               micro_batch_size=2), data_ranks=2).gradient_accumulation_steps
+    3
+    """
+    micro, accumulation, total = training.micro_batch_size, training.gradient_accumulation_steps, training.global_batch_size
+    if micro is None and total is None:
+        raise RecipeError(
+            "say how many sequences a step holds",
+            field="training.micro_batch_size",
+            remedy="Give micro_batch_size or global_batch_size (any two of micro, accumulation and global give the third)",
+        )
+    if total is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = _divide(
+            total, data_ranks * accumulation, f"{data_ranks} data ranks x accumulation {accumulation}", "micro_batch_size"
+        )
+    elif accumulation is None:
+        accumulation = _divide(total, micro * data_ranks, f"micro {micro} x {data_ranks} data ranks", "gradient_accumulation_steps")
+    product = micro * data_ranks * accumulation
+    if total is not None and product != total:
+        raise RecipeError(
+            f"micro {micro} x {data_ranks} data ranks x accumulation {accumulation} = {product}, not {total}",
+            field="training.global_batch_size",
+            got=total,
+            allowed=str(product),
+            remedy="Leave one of the three out: it follows from the other two",
+        )
+    return BatchPlan(training.sequence_length, micro, accumulation, data_ranks)
+
+
+def _divide(total: int, by: int, shown: str, wanted: str) -> int:
+    if total % by:
+        nearby = max(by, total // by * by)
+        raise LayoutError(
+            f"global batch {total} is not a multiple of {shown} = {by}, so {wanted} is not a whole number",
+            field="training.global_batch_size",
+            got=total,
+            allowed=f"{nearby} or {nearby + by}, for instance",
+        )
+    return total // by
