@@ -237,9 +237,12 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _elsewhere(root: type[BaseModel], word: str) -> str | None:
-    """`section.key` for a key that exists, but in another section."""
-    for name, info in root.model_fields.items():
-        for section in _models_in(info.annotation):
-            if word in section.model_fields:
-                return f"{name}.{word}"
-    return None
+    """`section.key` for a key that exists, or nearly so, but in another section."""
+    homes = {
+        key: name
+        for name, info in root.model_fields.items()
+        for section in _models_in(info.annotation)
+        for key in section.model_fields
+    }
+    guess = nearest(word, homes)
+    return f"{homes[guess]}.{guess}" if guess else None

@@ -55,7 +55,12 @@ class RankGrid:
     def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
         """All groups over `axes`, ascending; together they hold every rank once."""
         axes = tuple(axes)
-        return sorted({self.group_of(rank, axes) for rank in range(self.layout.world_size)})
+        others = tuple(axis for axis in AXES if axis not in axes)
+        origin = dict.fromkeys(AXES, 0)
+        return sorted(
+            self.group_of(self.rank_at(origin | dict(zip(others, position, strict=True))), axes)
+            for position in product(*(range(self.layout.degree(axis)) for axis in others))
+        )
 
     def data_rank(self, rank: int) -> int:
         """Which slice of the global batch the rank reads: its index over dp_replicate x dp_shard."""

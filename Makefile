@@ -1,0 +1,54 @@
+# Every target sets itself up: the first call makes .venv and installs, later calls start at once.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+PYTEST := $(BIN)/python -m pytest
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help setup demo test check test-all bench gpu format clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once; a minute or two)"
+	@$(PIP) -c constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	@$(PIP) -c constraints.txt ninja accelerate
+	@$(PIP) -c constraints.txt --no-build-isolation deepspeed
+	@touch $@
+
+setup: $(STAMP) ## make .venv and install with the tested versions
+
+demo: $(STAMP) ## learn Python from its own standard library: two processes, ZeRO-3, bf16
+	@$(BIN)/python -m recipes.demo
+
+test: $(STAMP) ## all tests but the long suites
+	@$(PYTEST) -m "not long and not gpu"
+
+check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
+	@$(BIN)/ruff format --check src tests benchmarks recipes
+	@$(BIN)/ruff check src tests benchmarks recipes
+	@$(BIN)/mypy
+	@$(PYTEST) -q -m "not long" tests/architecture tests/unit src --doctest-modules
+
+test-all: $(STAMP) ## everything: the full layout matrix, soaks and fuzzers too
+	@$(PYTEST)
+
+bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks
+	@$(BIN)/python -m benchmarks.cpu
+
+gpu: ## GPU tests and fine-tuning benchmarks with the Python that is given (PYTHON=...); installs nothing
+	@PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu
+
+format: $(STAMP) ## rewrite in house style
+	@$(BIN)/ruff check --fix -q src tests benchmarks recipes
+	@$(BIN)/ruff format src tests benchmarks recipes
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,131 @@
+"""Recipes: what loads, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwright.config import apply_overrides, dump_recipe, load_recipe, parse_layout
+from shardwright.config.load import validate_recipe
+from shardwright.errors import LayoutError, RecipeError
+
+MINIMAL = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": "corpus.txt"},
+    "training": {"sequence_length": 8, "max_steps": 3, "learning_rate": 1e-3, "micro_batch_size": 1},
+}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def with_(section: str, **keys: object) -> dict:
+    return {**MINIMAL, section: {**MINIMAL.get(section, {}), **keys}}
+
+
+def test_round_trip_through_yaml(tmp_path: Path) -> None:
+    recipe = validate_recipe(MINIMAL)
+    assert load_recipe(write(tmp_path, dump_recipe(recipe))) == recipe
+
+
+def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL).replace("0.001", "1e-3")
+    assert load_recipe(write(tmp_path, text)).training.learning_rate == 1e-3
+
+
+def test_overrides_win_and_leave_the_document_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(MINIMAL))
+    recipe = load_recipe(
+        path, ["training.learning_rate=1e-4", "precision=bf16", "precision.reduce_dtype=bf16", "layout.zero_stage=2"]
+    )
+    assert recipe.training.learning_rate == 1e-4
+    assert (recipe.precision.kind, recipe.precision.reduce_dtype) == ("bf16", "bf16")
+    assert recipe.layout.zero_stage == 2
+    before = {"a": {"b": 1}}
+    apply_overrides(before, ["a.b=2"])
+    assert before == {"a": {"b": 1}}
+
+
+def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(with_("layout", dp_shard=2, zero_stage=3)))
+    assert load_recipe(path).layout == load_recipe(path, layout="dp_shard=2,zero_stage=3").layout
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "words"),
+    [
+        (with_("training", seqence_length=4), "training.seqence_length", "Did you mean `sequence_length`?"),
+        ({**MINIMAL, "learning_rate": 1}, "learning_rate", "training.learning_rate"),
+        ({**MINIMAL, "lerning_rate": 1}, "lerning_rate", "training.learning_rate"),
+        (with_("model", path="x"), "model", "not both"),
+        ({**MINIMAL, "precision": "bf17"}, "precision.kind", "bf16"),
+        (with_("training", micro_batch_size=0), "training.micro_batch_size", "greater than 0"),
+        (with_("training", learning_rate=float("nan")), "training.learning_rate", "finite"),
+        (with_("tokenizer", kind="bpe"), "tokenizer", "vocab_size"),
+        (with_("data", sources=[]), "data.sources", "at least 1"),
+        ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "needed"),
+    ],
+)
+def test_wrong_keys_are_refused_by_name(document: dict, field: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        validate_recipe(document)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+def test_all_complaints_are_told_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        validate_recipe({**with_("training", seqence_length=4), "layuot": {}})
+    assert "seqence_length" in str(caught.value)
+    assert "layuot" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: [", "line 1"),
+        ("seed: 1\nseed: 2\n", "given twice"),
+        ("- 1\n", "a recipe is a mapping"),
+        ("a: b: c\n", "line 1"),
+    ],
+)
+def test_bad_yaml_names_the_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(write(tmp_path, text))
+
+
+def test_python_objects_are_never_built(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(write(tmp_path, "a: !!python/object/apply:os.system ['true']"))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no such file"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_environment_is_expanded_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = with_("data", sources="${CORPUS_HOME}/a.txt")
+    monkeypatch.setenv("CORPUS_HOME", "/corpus")
+    assert validate_recipe(document).data.sources[0].path == "/corpus/a.txt"
+    monkeypatch.delenv("CORPUS_HOME")
+    with pytest.raises(RecipeError, match="export CORPUS_HOME=") as caught:
+        validate_recipe(document)
+    assert caught.value.field == "data.sources"
+
+
+@pytest.mark.parametrize("text", ["tp", "tp=two", "tpp=2", "tp=2,tp=4", "zero_stage=4", "tp=0"])
+def test_bad_layouts_are_refused(text: str) -> None:
+    with pytest.raises(LayoutError):
+        parse_layout(text)
+
+
+@pytest.mark.parametrize("override", ["training", "=3", "seed.x=1"])
+def test_bad_overrides_are_refused(override: str) -> None:
+    with pytest.raises(RecipeError):
+        apply_overrides({"seed": 3}, [override])

@@ -1,0 +1,46 @@
+"""Batch arithmetic: any two give the third, contradictions are shown."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.config.schema import TrainingSection
+from shardwright.errors import InputError
+from shardwright.plan import resolve_batch
+
+size = st.integers(1, 9)
+
+
+def training(**keys: int) -> TrainingSection:
+    return TrainingSection(sequence_length=8, max_steps=1, learning_rate=1e-3, **keys)
+
+
+@given(size, size, size)
+def test_any_two_give_the_third(micro: int, accumulation: int, ranks: int) -> None:
+    total = micro * accumulation * ranks
+    whole = {"micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "global_batch_size": total}
+    for left_out in whole:
+        given_two = {key: value for key, value in whole.items() if key != left_out}
+        batch = resolve_batch(training(**given_two), ranks)
+        assert (batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size) == (micro, accumulation, total)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "words"),
+    [
+        (
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "global_batch_size": 10},
+            2,
+            "2 x 2 data ranks x accumulation 3 = 12",
+        ),
+        ({"micro_batch_size": 4, "global_batch_size": 10}, 1, "10 is not a multiple of micro 4 x 1 data ranks = 4"),
+        ({"global_batch_size": 3}, 2, "3 is not a multiple of 2 data ranks"),
+        ({"gradient_accumulation_steps": 3}, 2, "say how many sequences"),
+    ],
+)
+def test_contradictions_show_the_arithmetic(keys: dict[str, int], ranks: int, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve_batch(training(**keys), ranks)
+    assert words in str(caught.value)
