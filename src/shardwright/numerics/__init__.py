@@ -1,0 +1,20 @@
+"""What decides the bits: loss, precision, recompute, norm and clip, and the ceiling that speed is held against."""
+
+from shardwright.numerics.ceiling import measure_matmul_flops_per_second
+from shardwright.numerics.clip import clip_, clip_coefficient, global_norm, scale_
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
+from shardwright.numerics.recompute import recompute_runner
+
+__all__ = [
+    "Dtypes",
+    "LossScaler",
+    "chunked_cross_entropy",
+    "clip_",
+    "clip_coefficient",
+    "dtypes",
+    "global_norm",
+    "measure_matmul_flops_per_second",
+    "recompute_runner",
+    "scale_",
+]
