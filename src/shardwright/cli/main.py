@@ -1,0 +1,78 @@
+"""The `shardwright` command: verbs, and how every one of them ends.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong input, 3 the run failed, 4 preempted and saved.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+import typer
+
+from shardwright import __version__
+from shardwright.cli.schema import schema_command
+from shardwright.cli.train import train_command
+from shardwright.errors import ExitCode, InputError, ShardwrightError
+
+app = typer.Typer(
+    name="shardwright",
+    help="Plan, prove and train large language models over any number of devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        sys.stdout.write(f"shardwright {__version__}\n")
+        raise typer.Exit
+
+
+app.command("train")(train_command)
+app.command("schema")(schema_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with the verb's exit code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Errors of ours are one message, anything else a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = app(words, standalone_mode=False)
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.WRONG_INPUT
+    except (KeyboardInterrupt, click.Abort):
+        sys.stderr.write("interrupted; nothing was saved\n")
+        return ExitCode.RUN_FAILED
+    except ShardwrightError as error:
+        _tell(error, as_json="--json" in words)
+        return error.exit_code
+    except Exception:
+        sys.stderr.write(f"{traceback.format_exc()}this is a bug in shardwright {__version__}, not in your input\n")
+        return ExitCode.RUN_FAILED
+    return result if isinstance(result, int) else ExitCode.DONE
+
+
+def _tell(error: ShardwrightError, *, as_json: bool) -> None:
+    """The error on standard error, and as an object on standard output under --json."""
+    label = "stopped" if error.exit_code == ExitCode.PREEMPTED else "error"
+    sys.stderr.write(f"{label}: {error}\n")
+    if as_json:
+        told: dict[str, object] = {"kind": type(error).__name__, "message": str(error), "exit_code": int(error.exit_code)}
+        if isinstance(error, InputError):
+            got = None if error.got is None else str(error.got)
+            told |= {"field": error.field, "got": got, "allowed": error.allowed, "remedy": error.remedy}
+        sys.stdout.write(json.dumps({"schema_version": 1, "error": told}) + "\n")

@@ -1,0 +1,39 @@
+"""`shardwright train`: check everything that can be checked here, then start the ranks or be one of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.config import load_recipe
+
+SCHEMA_VERSION = 1
+
+
+def train_command(
+    recipe: RecipePath,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start on this machine; default 1.")] = None,
+    overrides: Overrides = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="DEGREES", help="Replace the recipe's layout, e.g. dp_shard=2,zero_stage=3.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run folder; default runs/<name>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run folder.")] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Train: one process, several (--nproc), or as a rank of torchrun or srun. Ctrl-C saves and leaves with exit code 4."""
+    changes = list(overrides or [])
+    if run_dir is not None:
+        changes.append(f"run.dir={json.dumps(str(run_dir))}")
+    checked = load_recipe(recipe, changes, layout)
+    # Torch comes in only now: a wrong recipe is told at once.
+    from shardwright.train.start import train
+
+    summary = train(checked, num_ranks=nproc, resume=resume, quiet=json_output)
+    if json_output and summary is not None:
+        sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")

@@ -1,0 +1,102 @@
+"""Start the ranks of one machine through torch's elastic launcher, pass stop signals on, and tell how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from shardwright.errors import ExitCode, Preempted
+from shardwright.train.outcome import CONTROL_VARIABLE, STOP_NOTE, cause, read_outcomes
+from shardwright.train.signals import STOP_SIGNALS
+
+
+def launch_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
+    """Run `python -m module arguments...` as `num_ranks` ranks on this machine; returns when all have ended well.
+
+    Rank 0 shares this terminal; the output of the others goes to files, and their errors come back with their rank.
+
+    Raises:
+        ShardwrightError: the one cause, where a rank failed.
+        Preempted: the ranks were asked to stop and have saved.
+    """
+    # Imported here: torch's launcher costs seconds, and a wrong recipe should be told before that.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Its warnings speak of processes and signals that the user never sees; failures come back as exceptions.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
+        control = Path(name)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(control / "logs"), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
+            # Stop signals are ours to pass on: the launcher's way is to stop at once, ours to save first.
+            signals_to_handle="SIGQUIT",
+        )
+        statuses: dict[int, int] = {}
+        with _environment(num_ranks, control), _passing_signals_on(control):
+            try:
+                elastic_launch(config, sys.executable)("-m", module, *arguments)
+            except ChildFailedError as error:
+                statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        outcomes = read_outcomes(control)
+        if statuses:
+            raise cause(outcomes, statuses)
+        if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
+            raise Preempted(outcomes[0].message)
+
+
+@contextmanager
+def _environment(num_ranks: int, control: Path) -> Iterator[None]:
+    """What every rank inherits."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    added = {
+        CONTROL_VARIABLE: str(control),
+        # Ranks that each take every core slow each other down; torchrun's default is 1.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
+    }
+    former = {key: os.environ.get(key) for key in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key, value in former.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+@contextmanager
+def _passing_signals_on(control: Path) -> Iterator[None]:
+    """Stop signals go to every rank that has left its process id; this process waits for them to save."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        (control / STOP_NOTE).touch()  # read by ranks that have not left their process id yet
+        for note in control.glob("rank-*.pid"):
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(note.read_text()), signal.SIGTERM)
+
+    former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

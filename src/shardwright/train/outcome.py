@@ -1,0 +1,120 @@
+"""How each rank ended: a small JSON file per rank, from which the launcher tells one cause instead of many tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shardwright import errors
+from shardwright.errors import ExitCode, InputError, RankFailed, RunFailed, ShardwrightError
+
+CONTROL_VARIABLE = "SHARDWRIGHT_CONTROL_DIR"
+"""Names the folder in which launcher and ranks leave notes for each other."""
+STOP_NOTE = "stop"
+"""File there that says: stop was asked for, perhaps before a rank could be signalled."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended. `details` are the parts of an InputError."""
+
+    rank: int
+    exit_code: int
+    kind: str = ""
+    message: str = ""
+    trace: str = ""
+    at_seconds: float = 0.0
+    details: dict[str, str | None] = field(default_factory=dict)
+
+
+def control_folder() -> Path | None:
+    """The launcher's folder, when a launcher of ours started this process."""
+    folder = os.environ.get(CONTROL_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def note_process(rank: int) -> bool:
+    """Leave this process's id, so that the launcher can pass signals on; returns whether a stop was asked for before."""
+    folder = control_folder()
+    if folder is None:
+        return False
+    _write(folder / f"rank-{rank}.pid", str(os.getpid()))
+    return (folder / STOP_NOTE).exists()
+
+
+def note_outcome(rank: int, error: BaseException | None) -> ExitCode:
+    """Leave how this rank ended; returns the exit code that goes with it."""
+    code = exit_code_of(error)
+    if folder := control_folder():
+        outcome = Outcome(rank, int(code), at_seconds=time.time())
+        if error is not None:
+            details = {}
+            if isinstance(error, InputError):
+                got = None if error.got is None else str(error.got)
+                details = {"problem": error.problem, "field": error.field, "got": got, "allowed": error.allowed, "remedy": error.remedy}
+            trace = "".join(traceback.format_exception(error))
+            outcome = Outcome(rank, int(code), type(error).__name__, str(error), trace, time.time(), details)
+        _write(folder / f"rank-{rank}.json", json.dumps(asdict(outcome)))
+    return code
+
+
+def exit_code_of(error: BaseException | None) -> ExitCode:
+    """0 for None, an error of ours its own, anything else 3."""
+    if error is None:
+        return ExitCode.DONE
+    return error.exit_code if isinstance(error, ShardwrightError) else ExitCode.RUN_FAILED
+
+
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """What the ranks left, by time."""
+    found = [Outcome(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
+    return sorted(found, key=lambda outcome: outcome.at_seconds)
+
+
+def cause(outcomes: list[Outcome], exit_statuses: Mapping[int, int]) -> ShardwrightError:
+    """The one error to show for a failed run.
+
+    A process that a signal killed is the cause of what its peers complain about; then the first wrong input; then the first
+    failure that is not a lost peer.
+
+    Args:
+        outcomes: what the ranks left behind, by time.
+        exit_statuses: rank -> status of those the launcher saw fail first (negative: killed by that signal).
+    """
+    for rank, status in exit_statuses.items():
+        if status < 0 and -status != signal.SIGTERM:
+            name = signal.Signals(-status).name
+            hint = "; the system may be out of memory" if name == "SIGKILL" else ""
+            return RankFailed(f"rank {rank} was killed by {name}{hint}. All ranks have stopped; --resume goes on from the last checkpoint")
+    failed = [outcome for outcome in outcomes if outcome.exit_code]
+    for outcome in failed:
+        if outcome.exit_code == ExitCode.WRONG_INPUT:
+            kind = getattr(errors, outcome.kind, InputError)
+            details = dict(outcome.details)
+            return kind(details.pop("problem") or outcome.message, **details)
+    if failed:
+        first = next((outcome for outcome in failed if not _is_lost_peer(outcome.message)), failed[0])
+        known = getattr(errors, first.kind, None)
+        if isinstance(known, type) and issubclass(known, ShardwrightError):
+            return known(f"rank {first.rank}: {first.message}")
+        return RunFailed(f"rank {first.rank}: {first.kind}: {first.message}\n{first.trace}")
+    ranks = ", ".join(f"rank {rank} (status {status})" for rank, status in exit_statuses.items())
+    return RankFailed(f"{ranks or 'a rank'} ended without a word; see the output above")
+
+
+def _is_lost_peer(message: str) -> bool:
+    """Whether a rank only complains that another one went away."""
+    signs = ("Connection reset by peer", "Connection closed by peer", "Timed out waiting", "Broken pipe", "Connection refused", "DistNetworkError")
+    return any(sign in message for sign in signs)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
