@@ -1,0 +1,162 @@
+"""Initial weights that depend on a parameter's name and the seed, and on nothing else.
+
+A parameter is covered by tiles of 256 x 256 elements (over its last two dimensions; leading dimensions are walked one matrix
+at a time). Every tile is a stream of its own: the counter-based generator Philox-4x64, keyed by a hash of (seed, name), with
+its 256-bit counter starting at tile_number << 128, so two tiles can never meet. A rank that holds a slice, of rows or of
+columns, draws the tiles that the slice touches and no others; it needs neither the whole tensor's memory nor its time.
+
+The normals are NumPy's ziggurat in single precision: table look-ups and products, so one machine agrees with the next where
+Box-Muller would depend on the vector width behind `log` and `cos` (which is why torch's own CPU generator is not used: it
+switches formula with the instruction set). `tests/unit/model/test_init.py` pins values, and would show a NumPy that changes
+its stream. Values are scaled in float32 and only then cast, so a float64 run starts from exactly the float32 weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.architecture.shape import Normal, Ones, ParameterSpec, Zeros
+
+TILE = 256
+"""Rows and columns of a tile. Changing it changes every initial weight."""
+
+Narrow = Sequence[tuple[int, int] | None]
+"""Per dimension (start, length), or None for all of it."""
+
+
+def initialise(
+    spec: ParameterSpec, seed: int, *, dtype: torch.dtype, device: torch.device | str | None = None, narrow: Narrow | None = None
+) -> Tensor:
+    """A parameter's initial value, or the slice of it that a rank holds.
+
+    Args:
+        spec: name, full shape and scheme (`Normal`, `Ones`, `Zeros`).
+        seed: of the run.
+        dtype: of the result; the value is the float32 one, cast.
+        device: of the result. Numbers are always drawn on the CPU, so that devices agree.
+        narrow: per dimension (start, length); a slice equals the same slice of the whole, bit for bit.
+
+    >>> spec = ParameterSpec("lm_head.weight", (4, 8), role="head", layer=None, init=Normal(0.02))
+    >>> whole = initialise(spec, seed=0, dtype=torch.float32)
+    >>> torch.equal(initialise(spec, seed=0, dtype=torch.float32, narrow=[(1, 2), None]), whole[1:3])
+    True
+    """
+    bounds = slice_bounds(spec.name, spec.shape, narrow)
+    lengths = tuple(stop - start for start, stop in bounds)
+    if device is not None and torch.device(device).type == "meta":
+        return torch.empty(lengths, dtype=dtype, device="meta")
+    init = spec.init
+    if isinstance(init, Ones):
+        return torch.ones(lengths, dtype=dtype, device=device)
+    if isinstance(init, Zeros):
+        return torch.zeros(lengths, dtype=dtype, device=device)
+    if isinstance(init, Normal):
+        value = torch.empty(lengths, dtype=dtype)
+        _fill_normal(value, spec.name, spec.shape, bounds, seed, init.std)
+        if init.zero_row is not None and bounds[0][0] <= init.zero_row < bounds[0][1]:
+            value[init.zero_row - bounds[0][0]] = 0.0
+        return value if device is None else value.to(device)
+    raise TypeError(f"{spec.name}: no rule for {init!r}")
+
+
+def slice_bounds(name: str, shape: Sequence[int], narrow: Narrow | None) -> tuple[tuple[int, int], ...]:
+    """(start, stop) per dimension of a narrowed tensor.
+
+    >>> slice_bounds("w", (4, 8), [(1, 2), None])
+    ((1, 3), (0, 8))
+    """
+    if narrow is None:
+        narrow = (None,) * len(shape)
+    bounds = tuple((0, size) if part is None else (part[0], part[0] + part[1]) for part, size in zip(narrow, shape, strict=True))
+    for (start, stop), size in zip(bounds, shape, strict=True):
+        assert 0 <= start <= stop <= size, f"{name}: slice {start}:{stop} of a dimension of {size}"
+    return bounds
+
+
+def _fill_normal(
+    value: Tensor, name: str, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], seed: int, std: float
+) -> None:
+    """Draw every tile that `bounds` touches and copy the part of it that is asked for."""
+    # One row or one number is a matrix too; from here on there are always two dimensions to tile.
+    matrix_shape, matrix_bounds = (1, 1, *shape)[-max(2, len(shape)) :], ((0, 1), (0, 1), *bounds)[-max(2, len(bounds)) :]
+    value = value.view([stop - start for start, stop in matrix_bounds])
+    key = _stream_key(seed, name)
+    scale = np.float32(std)
+
+    def draw(tile: _Tile) -> None:
+        generator = np.random.Generator(np.random.Philox(key=key, counter=tile.number << 128))
+        values = generator.standard_normal(tile.shape, dtype=np.float32)
+        values *= scale
+        target = value[tile.leading][tile.target_rows, tile.target_columns]
+        target.copy_(torch.from_numpy(values)[tile.rows, tile.columns])
+
+    # NumPy draws without the interpreter's lock, so threads help; torchrun's OMP_NUM_THREADS=1 keeps ranks of one node apart.
+    workers = min(torch.get_num_threads(), value.numel() // TILE**2)
+    tiles = _tiles(matrix_shape, matrix_bounds)
+    if workers <= 1:
+        for tile in tiles:
+            draw(tile)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(draw, tiles):
+                pass
+
+
+def _stream_key(seed: int, name: str) -> int:
+    """128 bits from seed and name. A seed, unlike `hash`, is the same in every process."""
+    return int.from_bytes(hashlib.sha256(f"shardwright initial weights\n{seed}\n{name}".encode()).digest()[:16], "little")
+
+
+class _Tile:
+    """One tile: its number in the whole tensor, its size, the part wanted, and where that goes in the slice."""
+
+    __slots__ = ("columns", "leading", "number", "rows", "shape", "target_columns", "target_rows")
+
+    def __init__(self, number: int, leading: tuple[int, ...], rows: _Span, columns: _Span) -> None:
+        self.number = number
+        self.leading = leading
+        self.shape = (rows.size, columns.size)
+        self.rows, self.target_rows = rows.part, rows.target
+        self.columns, self.target_columns = columns.part, columns.target
+
+
+class _Span:
+    """A tile's extent along one dimension, cut with what is wanted of that dimension."""
+
+    __slots__ = ("index", "part", "size", "target")
+
+    def __init__(self, index: int, size: int, wanted: tuple[int, int]) -> None:
+        first = index * TILE
+        self.index = index
+        self.size = min(TILE, size - first)
+        start, stop = max(wanted[0], first), min(wanted[1], first + self.size)
+        self.part = slice(start - first, stop - first)
+        self.target = slice(start - wanted[0], stop - wanted[0])
+
+
+def _spans(size: int, wanted: tuple[int, int]) -> list[_Span]:
+    if wanted[0] == wanted[1]:
+        return []
+    return [_Span(index, size, wanted) for index in range(wanted[0] // TILE, -(-wanted[1] // TILE))]
+
+
+def _tiles(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Iterator[_Tile]:
+    *leading_shape, num_rows, num_columns = shape
+    *leading_bounds, row_bounds, column_bounds = bounds
+    tiles_per_row, tiles_per_column = -(-num_columns // TILE), -(-num_rows // TILE)
+    row_spans, column_spans = _spans(num_rows, row_bounds), _spans(num_columns, column_bounds)
+    for position in product(*(range(start, stop) for start, stop in leading_bounds)):
+        matrix = 0
+        for index, size in zip(position, leading_shape, strict=True):
+            matrix = matrix * size + index
+        leading = tuple(index - start for index, (start, _) in zip(position, leading_bounds, strict=True))
+        for rows, columns in product(row_spans, column_spans):
+            number = (matrix * tiles_per_column + rows.index) * tiles_per_row + columns.index
+            yield _Tile(number, leading, rows, columns)
