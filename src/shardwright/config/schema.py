@@ -41,6 +41,8 @@ class ModelSection(Section):
     """torch.compile each block."""
     loss_chunk_tokens: Positive = 1024
     """Tokens whose logits are held at a time by the chunked linear cross-entropy."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that keep their initial values, by name pattern (`*.bias`). A pattern that matches nothing is an error."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -89,6 +91,8 @@ class Source(Section):
     """Field or column that holds the text, for jsonl and parquet."""
     glob: str | None = None
     """Which files of a folder, e.g. `*.py`; default all of the formats known."""
+    exclude: tuple[str, ...] = ()
+    """Files and folders to leave out, as patterns against the path below `path` or any part of it, e.g. `test*`."""
 
 
 def _as_sources(value: Any) -> Any:
