@@ -1,0 +1,102 @@
+"""From samples to the tensors of a micro-batch; the only file of this room that needs torch.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardwright.data.dataset import IGNORED_LABEL, Sample, TokenDataset
+from shardwright.data.order import SampleOrder
+from shardwright.plan import BatchPlan
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank sees in one forward pass. All tensors are int64.
+
+    `labels_BT` is already shifted; IGNORED_LABEL (-100) is not supervised. `document_ids_BT` None: each row is one causal
+    document. `sample_indices_B` are global positions in the order: equal on every layout, so randomness keyed by them is too.
+    """
+
+    input_ids_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    document_ids_BT: torch.Tensor | None
+    sample_indices_B: torch.Tensor
+    num_supervised: int
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same batch on a device; copies from pinned memory do not block."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+def step_micro_batches(dataset: TokenDataset, order: SampleOrder, batch: BatchPlan, step: int, data_rank: int) -> list[MicroBatch]:
+    """The micro-batches that a data rank reads in an optimizer step, in order of accumulation.
+
+    Step s reads the global positions s x G to (s + 1) x G - 1 whatever the layout; accumulation pass a of data rank r takes
+    the micro_batch_size positions from s x G + (a x data_ranks + r) x micro_batch_size on.
+    """
+    if not 0 <= data_rank < batch.data_ranks:
+        raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
+    micro = batch.micro_batch_size
+    micro_batches = []
+    for accumulation in range(batch.gradient_accumulation_steps):
+        first = step * batch.global_batch_size + (accumulation * batch.data_ranks + data_rank) * micro
+        positions = range(first, first + micro)
+        micro_batches.append(
+            collate([dataset.sample(order.index_at(position), order.epoch_at(position)) for position in positions], positions)
+        )
+    return micro_batches
+
+
+def evaluation_micro_batches(
+    dataset: TokenDataset, batch: BatchPlan, data_rank: int, *, max_batches: int | None = None
+) -> Iterator[MicroBatch]:
+    """The rank's share of the whole dataset, read once over all data ranks, in dataset order.
+
+    Every rank gets the same number of micro-batches, because a forward pass of a sharded model is a collective; what is
+    missing at the end are rows without a supervised token. `max_batches` stops every rank after as many.
+    """
+    if not 0 <= data_rank < batch.data_ranks:
+        raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
+    micro = batch.micro_batch_size
+    num_batches = -(-len(dataset) // (micro * batch.data_ranks))
+    if max_batches is not None:
+        num_batches = min(num_batches, max_batches)
+    for number in range(num_batches):
+        first = (number * batch.data_ranks + data_rank) * micro
+        indices = range(first, first + micro)
+        yield collate([dataset.sample(index) if index < len(dataset) else _unsupervised(dataset) for index in indices], indices)
+
+
+def collate(samples: Sequence[Sample], sample_indices: Sequence[int]) -> MicroBatch:
+    """Samples as rows of one micro-batch."""
+    labels_BT = np.stack([sample.labels for sample in samples])
+    document_rows = [sample.document_ids for sample in samples if sample.document_ids is not None]
+    assert len(document_rows) in (0, len(samples)), "a dataset gives document ids for all of its samples or for none"
+    return MicroBatch(
+        input_ids_BT=torch.from_numpy(np.stack([sample.input_ids for sample in samples])),
+        labels_BT=torch.from_numpy(labels_BT),
+        positions_BT=torch.from_numpy(np.stack([sample.positions for sample in samples])),
+        document_ids_BT=torch.from_numpy(np.stack(document_rows)) if document_rows else None,
+        sample_indices_B=torch.tensor(list(sample_indices), dtype=torch.int64),
+        num_supervised=int(np.count_nonzero(labels_BT != IGNORED_LABEL)),
+    )
+
+
+def _unsupervised(dataset: TokenDataset) -> Sample:
+    """A row that costs what any row costs and supervises nothing: the first sample with its labels taken away."""
+    first = dataset.sample(0)
+    return first._replace(labels=np.full_like(first.labels, IGNORED_LABEL))
