@@ -1,0 +1,19 @@
+"""What a model is, from its config.json: shapes, parameters by name, counts. Torch-free."""
+
+from shardwright.architecture.families import INERT_FIELDS, read_config
+from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
+from shardwright.architecture.shape import LayerShape, ModelShape, RopeShape
+
+__all__ = [
+    "INERT_FIELDS",
+    "Init",
+    "LayerShape",
+    "ModelShape",
+    "Normal",
+    "Ones",
+    "ParameterSpec",
+    "Role",
+    "RopeShape",
+    "Zeros",
+    "read_config",
+]

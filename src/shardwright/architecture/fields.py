@@ -1,0 +1,111 @@
+"""A config.json read field by field: what nobody asked for is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwright.errors import ArchitectureError, nearest
+
+
+class Fields:
+    """The fields of one config.json (or of a mapping inside it), each to be taken once.
+
+    `refuse_rest` then fails on whatever was not taken, so that a feature that the decoder does not compute can never be
+    ignored.
+    """
+
+    def __init__(self, content: Mapping[str, Any], prefix: str = "") -> None:
+        self._content = dict(content)
+        self._prefix = prefix
+        self._taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._content
+
+    def path(self, name: str) -> str:
+        """The field's full name, for messages."""
+        return f"{self._prefix}{name}"
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value as it stands, `default` where it is absent."""
+        self._taken.add(name)
+        return self._content.get(name, default)
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """A whole number of at least `minimum`; absent or null takes the default, and is an error without one."""
+        value = self._given(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self._wrong(name, value, f"a whole number, at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, minimum: float = 0.0, exclusive: bool = False) -> float:
+        """A real number of at least `minimum` (above it, when `exclusive`)."""
+        value = self._given(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(name, value, "a number")
+        if value < minimum or (exclusive and value == minimum):
+            raise self._wrong(name, value, f"a number {'above' if exclusive else 'of at least'} {minimum}")
+        return float(value)
+
+    def probability(self, name: str, default: float = 0.0) -> float:
+        """A dropout rate, 0 <= p < 1."""
+        value = self.number(name, default)
+        if value >= 1.0:
+            raise self._wrong(name, value, "a number in [0, 1)")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; null takes the default."""
+        value = self._given(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, allowed: Mapping[str, str], default: str) -> str:
+        """One of the keys of `allowed`, translated."""
+        value = self._given(name, default)
+        if value not in allowed:
+            raise self._wrong(name, value, ", ".join(sorted(allowed)))
+        return allowed[value]
+
+    def only(self, name: str, allowed: Iterable[Any], why: str) -> None:
+        """Accept the field when it is absent or holds one of the values that switch the feature off."""
+        values = list(allowed)
+        value = self.take(name, None)
+        if name in self._content and not any(value is item or (type(value) is type(item) and value == item) for item in values):
+            raise ArchitectureError(
+                why,
+                field=self.path(name),
+                got=repr(value),
+                allowed=" or ".join(repr(item) for item in values),
+                remedy="Take a model without this feature",
+            )
+
+    def refuse_rest(self, family: str, inert: Iterable[str]) -> None:
+        """Fail on the first field that was neither taken nor is known to be inert."""
+        known = self._taken | set(inert)
+        for name, value in self._content.items():
+            if name in known:
+                continue
+            near = nearest(name, self._taken)
+            raise ArchitectureError(
+                f"this field of a {family} model is not supported, and ignoring it could change what the model computes",
+                field=self.path(name),
+                got=repr(value),
+                allowed=", ".join(sorted(self._taken)),
+                remedy=f"Did you mean `{near}`?" if near else "Remove it if it has no effect on the model",
+            )
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self.take(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ArchitectureError(
+                "the field is missing", field=self.path(name), remedy=f"Add `{self.path(name)}` to the model's configuration"
+            )
+        return value
+
+    def _wrong(self, name: str, value: Any, allowed: str) -> ArchitectureError:
+        return ArchitectureError("wrong value", field=self.path(name), got=repr(value), allowed=allowed)

@@ -1,0 +1,80 @@
+"""What each family calls its modules, as `save_pretrained` writes them. Torch-free, so that plans and checks can name parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Names:
+    """Module names of one family; None where the family has no such module.
+
+    The order in which a decoder registers its modules, and in which `ModelShape.parameters` lists them, is the order of
+    execution: norm before attention, attention, norm after it, norm before the feed-forward, feed-forward, norm after it.
+    """
+
+    root: str = "model"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    layers: str = "layers"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    attention: str = "self_attn"
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    qkv: str | None = None
+    attention_out: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str | None = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str | None = None
+    down: str = "down_proj"
+    pre_attention_norm: str | None = "input_layernorm"
+    post_attention_norm: str | None = None
+    pre_mlp_norm: str | None = "post_attention_layernorm"
+    post_mlp_norm: str | None = None
+
+
+LLAMA = Names()
+PHI3 = Names(qkv="qkv_proj", gate_up="gate_up_proj", gate=None)
+GEMMA = Names(
+    post_attention_norm="post_attention_layernorm",
+    pre_mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
+OLMO2 = Names(
+    pre_attention_norm=None,
+    post_attention_norm="post_attention_layernorm",
+    pre_mlp_norm=None,
+    post_mlp_norm="post_feedforward_layernorm",
+)
+GPT2 = Names(
+    root="transformer",
+    embedding="wte",
+    positions="wpe",
+    layers="h",
+    final_norm="ln_f",
+    attention="attn",
+    qkv="c_attn",
+    attention_out="c_proj",
+    gate=None,
+    up="c_fc",
+    down="c_proj",
+    pre_attention_norm="ln_1",
+    pre_mlp_norm="ln_2",
+)
+GPT_NEOX = Names(
+    root="gpt_neox",
+    embedding="embed_in",
+    final_norm="final_layer_norm",
+    head="embed_out",
+    attention="attention",
+    qkv="query_key_value",
+    attention_out="dense",
+    gate=None,
+    up="dense_h_to_4h",
+    down="dense_4h_to_h",
+)

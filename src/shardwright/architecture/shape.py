@@ -1,0 +1,239 @@
+"""The decoder as one frozen value: widths, layers, norms, positions, scales, and every parameter by name. Torch-free.
+
+Families differ by the values of these fields only: the decoder, the counts and the cuts read fields and never ask for
+the family's name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardwright.architecture import count
+from shardwright.architecture.names import LLAMA, Names
+from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
+from shardwright.errors import ArchitectureError
+
+
+@dataclass(frozen=True)
+class RopeShape:
+    """One rotary embedding: how fast each pair of features turns with the position.
+
+    `factors` of longrope divide each pair's frequency: `short_factors` in a document of at most
+    `original_max_position_embeddings` tokens, `long_factors` in a longer one. `attention_factor` multiplies cos and sin.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What may differ from layer to layer: the attention's reach, its rotary embedding and its scale.
+
+    `window` counts the tokens a token sees, itself included; None sees all before it. `rope` indexes `ModelShape.ropes`;
+    None turns nothing. `attention_scale` multiplies the products of queries and keys.
+    """
+
+    attention_scale: float
+    window: int | None = None
+    rope: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that fixes a decoder's function and its parameters, but not their values.
+
+    `matrix_layout` says whether weights lie `[out, in]` (Linear) or `[in, out]` (GPT-2's Conv1D). `qkv_layout` says how a
+    fused projection is cut: whole queries, keys, values one after another, or head by head (q, k, v of head 0, then of
+    head 1). `norm_offset` is added to a norm's weight at use (Gemma's 1 + w). `qk_norm` normalises queries and keys per
+    head or over the full width before they are cut into heads.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    layers: tuple[LayerShape, ...]
+    ropes: tuple[RopeShape, ...] = ()
+    names: Names = LLAMA
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    norm_bias: bool = False
+    qk_norm: Literal["head", "full"] | None = None
+    qkv_layout: Literal["separate", "blocks", "heads"] = "separate"
+    matrix_layout: Literal["out_in", "in_out"] = "out_in"
+    parallel_residual: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    initializer_range: float = 0.02
+    residual_init_std: float | None = None
+    padding_row: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder blocks."""
+        return len(self.layers)
+
+    @property
+    def query_width(self) -> int:
+        """Features of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key (or value) heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward multiplies an activated gate with a second projection."""
+        return self.names.gate is not None or self.names.gate_up is not None
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names that a checkpoint may leave out because another parameter is them -> that parameter's name."""
+        if not self.tied_embeddings:
+            return {}
+        return {f"{self.names.head}.weight": f"{self.names.root}.{self.names.embedding}.weight"}
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Every parameter in the decoder's order, tied ones once under their owner's name."""
+        return tuple(_parameters(self))
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(spec.num_elements for spec in self.parameters())
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Model FLOPs of forward and backward for one token of a causal sequence; the convention is `count`'s."""
+        products = 6.0 * count.matmul_parameters(self.parameters(), tied=self.tied_embeddings)
+        return products + sum(
+            count.attention_flops_per_token(self.query_width, sequence_length, layer.window) for layer in self.layers
+        )
+
+    def check_sequence_length(self, num_tokens: int) -> None:
+        """Refuse sequences longer than the positions that the model was built for."""
+        if num_tokens > self.max_position_embeddings:
+            raise ArchitectureError(
+                "the sequence is longer than the model's positions",
+                field="training.sequence_length",
+                got=num_tokens,
+                allowed=f"at most {self.max_position_embeddings} (max_position_embeddings)",
+                remedy="Shorten training.sequence_length, or take a model (or rope scaling) with more positions",
+            )
+
+    def to_config(self) -> dict[str, Any]:
+        """The config.json that this shape was read from, to be written beside its weights."""
+        return copy.deepcopy(dict(self.config))
+
+
+def _parameters(shape: ModelShape) -> Iterator[ParameterSpec]:
+    names, std = shape.names, shape.initializer_range
+    root, width = names.root, shape.hidden_size
+    embedding = (shape.vocab_size, width)
+    yield ParameterSpec(f"{root}.{names.embedding}.weight", embedding, "embedding", None, Normal(std, shape.padding_row))
+    if names.positions is not None:
+        positions = (shape.max_position_embeddings, width)
+        yield ParameterSpec(f"{root}.{names.positions}.weight", positions, "positions", None, Normal(std))
+    for layer in range(shape.num_layers):
+        yield from _block_parameters(shape, layer)
+    yield from _norm(shape, f"{root}.{names.final_norm}", width, "norm", None)
+    if not shape.tied_embeddings:
+        yield ParameterSpec(f"{names.head}.weight", embedding, "head", None, Normal(std))
+
+
+def _block_parameters(shape: ModelShape, layer: int) -> Iterator[ParameterSpec]:
+    names, width = shape.names, shape.hidden_size
+    block = f"{names.root}.{names.layers}.{layer}"
+    for norm, inner in (
+        (names.pre_attention_norm, None),
+        (None, _attention_parameters(shape, f"{block}.{names.attention}", layer)),
+        (names.post_attention_norm, None),
+        (names.pre_mlp_norm, None),
+        (None, _mlp_parameters(shape, f"{block}.{names.mlp}", layer)),
+        (names.post_mlp_norm, None),
+    ):
+        if inner is not None:
+            yield from inner
+        elif norm is not None:
+            yield from _norm(shape, f"{block}.{norm}", width, "norm", layer)
+
+
+def _attention_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[ParameterSpec]:
+    names, width, q_width, kv_width = shape.names, shape.hidden_size, shape.query_width, shape.kv_width
+    if names.qkv is not None:
+        yield from _linear(shape, f"{module}.{names.qkv}", width, q_width + 2 * kv_width, "qkv", layer, shape.qkv_bias)
+    else:
+        yield from _linear(shape, f"{module}.{names.query}", width, q_width, "query", layer, shape.qkv_bias)
+        yield from _linear(shape, f"{module}.{names.key}", width, kv_width, "key", layer, shape.qkv_bias)
+        yield from _linear(shape, f"{module}.{names.value}", width, kv_width, "value", layer, shape.qkv_bias)
+    yield from _linear(
+        shape, f"{module}.{names.attention_out}", q_width, width, "attention_out", layer, shape.attention_out_bias
+    )
+    if shape.qk_norm is not None:
+        per_head = shape.qk_norm == "head"
+        yield from _norm(shape, f"{module}.{names.query_norm}", shape.head_dim if per_head else q_width, "query_norm", layer)
+        yield from _norm(shape, f"{module}.{names.key_norm}", shape.head_dim if per_head else kv_width, "key_norm", layer)
+
+
+def _mlp_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[ParameterSpec]:
+    names, width, inner = shape.names, shape.hidden_size, shape.intermediate_size
+    if names.gate_up is not None:
+        yield from _linear(shape, f"{module}.{names.gate_up}", width, 2 * inner, "gate_up", layer, shape.mlp_bias)
+    else:
+        if names.gate is not None:
+            yield from _linear(shape, f"{module}.{names.gate}", width, inner, "gate", layer, shape.mlp_bias)
+        yield from _linear(shape, f"{module}.{names.up}", width, inner, "up", layer, shape.mlp_bias)
+    yield from _linear(shape, f"{module}.{names.down}", inner, width, "down", layer, shape.mlp_bias)
+
+
+def _linear(
+    shape: ModelShape, module: str, num_in: int, num_out: int, role: Role, layer: int | None, bias: bool
+) -> Iterator[ParameterSpec]:
+    size = (num_out, num_in) if shape.matrix_layout == "out_in" else (num_in, num_out)
+    std = shape.initializer_range
+    if role in ("attention_out", "down") and shape.residual_init_std is not None:
+        std = shape.residual_init_std
+    yield ParameterSpec(f"{module}.weight", size, role, layer, Normal(std))
+    if bias:
+        yield ParameterSpec(f"{module}.bias", (num_out,), role, layer, Zeros())
+
+
+def _norm(shape: ModelShape, module: str, width: int, role: Role, layer: int | None) -> Iterator[ParameterSpec]:
+    # A norm that adds 1 to its weight begins at the identity when the weight is 0.
+    init: Init = Ones() if shape.norm_offset == 0.0 else Zeros()
+    yield ParameterSpec(f"{module}.weight", (width,), role, layer, init)
+    if shape.norm_bias:
+        yield ParameterSpec(f"{module}.bias", (width,), role, layer, Zeros())
