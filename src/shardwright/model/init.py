@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.architecture.shape import Normal, Ones, ParameterSpec, Zeros
+from shardwright.architecture import Normal, Ones, ParameterSpec, Zeros
 
 TILE = 256
 """Rows and columns of a tile. Changing it changes every initial weight."""

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.architecture.shape import ModelShape
+from shardwright.architecture import ModelShape
 from shardwright.errors import WeightsError
 from shardwright.model.init import Narrow, slice_bounds
 

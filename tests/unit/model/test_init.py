@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardwright.architecture.shape import Init, Normal, Ones, ParameterSpec, Zeros
+from shardwright.architecture import Init, Normal, Ones, ParameterSpec, Zeros
 from shardwright.model.init import initialise
 
 PINNED_HEAD = [-0.023732613772153854, -0.010585802607238293, 0.013895044103264809]
@@ -37,7 +37,7 @@ def test_pinned_values() -> None:
 
 def test_same_in_another_process() -> None:
     code = (
-        "import hashlib, torch; from shardwright.architecture.shape import *; from shardwright.model.init import initialise;"
+        "import hashlib, torch; from shardwright.architecture import *; from shardwright.model.init import initialise;"
         "w = initialise(ParameterSpec('w', (300, 40), 'up', 0, Normal(0.02)), 5, dtype=torch.float32);"
         "print(hashlib.sha256(w.numpy().tobytes()).hexdigest())"
     )
