@@ -25,9 +25,7 @@ def read_ropes(
     return (read_rope(Fields(content, prefix), head_dim, max_positions, theta, fraction, original),)
 
 
-def read_rope(
-    fields: Fields, head_dim: int, max_positions: int, theta: float, fraction: float, original: Any = None
-) -> RopeShape:
+def read_rope(fields: Fields, head_dim: int, max_positions: int, theta: float, fraction: float, original: Any = None) -> RopeShape:
     """One rotary embedding from its mapping; `theta`, `fraction` and `original` are what the mapping's absence means."""
     older = fields.take("type")
     kind = fields.take("rope_type", older) or older or "default"

@@ -199,9 +199,7 @@ def _attention_parameters(shape: ModelShape, module: str, layer: int) -> Iterato
         yield from _linear(shape, f"{module}.{names.query}", width, q_width, "query", layer, shape.qkv_bias)
         yield from _linear(shape, f"{module}.{names.key}", width, kv_width, "key", layer, shape.qkv_bias)
         yield from _linear(shape, f"{module}.{names.value}", width, kv_width, "value", layer, shape.qkv_bias)
-    yield from _linear(
-        shape, f"{module}.{names.attention_out}", q_width, width, "attention_out", layer, shape.attention_out_bias
-    )
+    yield from _linear(shape, f"{module}.{names.attention_out}", q_width, width, "attention_out", layer, shape.attention_out_bias)
     if shape.qk_norm is not None:
         per_head = shape.qk_norm == "head"
         yield from _norm(shape, f"{module}.{names.query_norm}", shape.head_dim if per_head else q_width, "query_norm", layer)

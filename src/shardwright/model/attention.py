@@ -1,0 +1,89 @@
+"""Causal self-attention of one block, through PyTorch's fused kernels or spelled out.
+
+Legend: B sequences, T query tokens, S key tokens, D hidden, H query heads, K key/value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.architecture import ModelShape
+from shardwright.model.context import ForwardContext
+from shardwright.model.dropout import Site
+from shardwright.model.linear import Linear
+from shardwright.model.norms import RMSNorm
+from shardwright.model.rope import rotate
+
+
+class Attention(nn.Module):
+    """Projections, optional q/k norms, rotation, attention, projection back."""
+
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        super().__init__()
+        self.index, self.layer, self.names = index, shape.layers[index], shape.names
+        self.head_dim, self.qk_norm, self.qkv_layout = shape.head_dim, shape.qk_norm, shape.qkv_layout
+        self.group_size = shape.num_heads // shape.num_kv_heads
+        self.soft_cap, self.dropout = shape.attention_soft_cap, shape.attention_dropout
+        names, width, transposed = shape.names, shape.hidden_size, shape.matrix_layout == "in_out"
+        q_width, kv_width = shape.query_width, shape.kv_width
+        sizes = {names.query: q_width, names.key: kv_width, names.value: kv_width}
+        if names.qkv is not None:
+            sizes = {names.qkv: q_width + 2 * kv_width}
+        for name, num_out in sizes.items():
+            self.add_module(name, Linear(width, num_out, bias=shape.qkv_bias, transposed=transposed))
+        self.add_module(names.attention_out, Linear(q_width, width, bias=shape.attention_out_bias, transposed=transposed))
+        if shape.qk_norm is not None:
+            per_head = shape.qk_norm == "head"
+            for name, full in ((names.query_norm, q_width), (names.key_norm, kv_width)):
+                self.add_module(name, RMSNorm(shape.head_dim if per_head else full, shape.norm_eps, shape.norm_offset))
+
+    def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+        q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD)
+        if self.layer.rope is not None:
+            cos, sin = context.rope_tables[self.layer.rope]
+            q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
+        q_BHTE, k_BKSE, v_BKSE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
+        out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context)
+        return getattr(self, self.names.attention_out)(out_BHTE.transpose(1, 2).flatten(2))
+
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head. Head counts follow from the weights, which a tensor-parallel cut shortens."""
+        names, head_dim = self.names, self.head_dim
+        if names.qkv is None:
+            q, k, v = (getattr(self, name)(x_BTD) for name in (names.query, names.key, names.value))
+        else:
+            fused = getattr(self, names.qkv)(x_BTD)
+            if self.qkv_layout == "heads":
+                q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
+                return q, k, v
+            kv_width = fused.shape[-1] // (self.group_size + 2)
+            q, k, v = fused.split([self.group_size * kv_width, kv_width, kv_width], dim=-1)
+        if self.qk_norm == "full":
+            q, k = getattr(self, names.query_norm)(q), getattr(self, names.key_norm)(k)
+        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = getattr(self, names.query_norm)(q), getattr(self, names.key_norm)(k)
+        return q, k, v
+
+    def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext) -> Tensor:
+        dropout = context.dropout if self.dropout > 0.0 else None
+        mask = context.masks[self.layer.window]
+        scale = self.layer.attention_scale
+        if self.soft_cap is None and dropout is None and not context.explicit:
+            return F.scaled_dot_product_attention(
+                q_BHTE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=self.group_size > 1
+            )
+        k_BHSE, v_BHSE = (part.repeat_interleave(self.group_size, dim=1) for part in (k_BKSE, v_BKSE))
+        scores = (q_BHTE @ k_BHSE.transpose(-1, -2)) * scale
+        if self.soft_cap is not None:
+            scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, float("-inf"))
+        accumulate = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        weights = torch.softmax(scores, dim=-1, dtype=accumulate).to(q_BHTE.dtype)
+        if dropout is not None:
+            weights = dropout.drop_attention(weights, self.dropout, Site.ATTENTION, self.index)
+        return weights @ v_BHSE

@@ -1,0 +1,300 @@
+"""One configurable decoder with the parameter names and shapes of Hugging Face files.
+
+Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.architecture import LayerShape, ModelShape
+from shardwright.model.attention import Attention
+from shardwright.model.context import ForwardContext
+from shardwright.model.dropout import Dropout, DropoutKey, Site
+from shardwright.model.mlp import FeedForward
+from shardwright.model.norms import LayerNorm, RMSNorm
+from shardwright.model.rope import rope_tables
+
+LossFunction = Callable[..., Tensor]
+"""(hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap) -> summed loss."""
+Recompute = Callable[..., Tensor]
+"""(function, *arguments) -> what the function returns."""
+
+
+def full_logits_loss(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    *,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Summed cross-entropy with all logits held at once: the plain definition, for when no chunked loss is given."""
+    logits_NV = head_logits(hidden_ND, weight_VD, bias_V, logit_scale=logit_scale, soft_cap=soft_cap)
+    accumulate = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+    return F.cross_entropy(logits_NV.to(accumulate), labels_N, ignore_index=-100, reduction="sum")
+
+
+def head_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, logit_scale: float, soft_cap: float | None) -> Tensor:
+    """hidden @ weight^T + bias, scaled, then bent by cap * tanh(logits / cap)."""
+    logits = F.linear(hidden, weight_VD, bias_V)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    if soft_cap is not None:
+        logits = torch.tanh(logits / soft_cap) * soft_cap
+    return logits
+
+
+class Embedding(nn.Module):
+    """Rows of a table by index."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, width))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return F.embedding(indices, self.weight)
+
+
+class Head(nn.Module):
+    """The projection to the vocabulary, where it is not the embedding; `Decoder` reads its weight."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+
+
+def build_norm(shape: ModelShape) -> nn.Module:
+    """A norm over the model's width."""
+    if shape.norm == "layer":
+        return LayerNorm(shape.hidden_size, shape.norm_eps)
+    return RMSNorm(shape.hidden_size, shape.norm_eps, shape.norm_offset)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward with their norms and residuals.
+
+    `forward` is what FSDP wraps; the computation itself is `inner`, which recomputation calls again and compilation replaces.
+    """
+
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        super().__init__()
+        self.index, self.names = index, shape.names
+        self.parallel, self.residual_scale = shape.parallel_residual, shape.residual_scale
+        self.dropout = shape.residual_dropout
+        names = shape.names
+        for norm in (names.pre_attention_norm, names.attention, names.post_attention_norm, names.pre_mlp_norm, names.mlp):
+            if norm == names.attention:
+                self.add_module(norm, Attention(shape, index))
+            elif norm == names.mlp:
+                self.add_module(norm, FeedForward(shape))
+            elif norm is not None:
+                self.add_module(norm, build_norm(shape))
+        if names.post_mlp_norm is not None:
+            self.add_module(names.post_mlp_norm, build_norm(shape))
+        self._recompute: Recompute | None = None
+        self._inner: Callable[[Tensor, ForwardContext], Tensor] = self.inner
+
+    def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+        if self._recompute is None:
+            return self._inner(x_BTD, context)
+        return self._recompute(self._inner, x_BTD, context)
+
+    def inner(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+        """The block's function."""
+        names = self.names
+        normed = self._norm(names.pre_attention_norm, x_BTD)
+        attended = self._norm(names.post_attention_norm, getattr(self, names.attention)(normed, context))
+        attended = self._drop(attended, Site.ATTENTION_OUT, context)
+        if self.parallel:
+            fed = getattr(self, names.mlp)(self._norm(names.pre_mlp_norm, x_BTD))
+            return self._drop(fed, Site.FEED_FORWARD, context) + attended + x_BTD
+        x_BTD = self._add(x_BTD, attended)
+        fed = getattr(self, names.mlp)(self._norm(names.pre_mlp_norm, x_BTD))
+        fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, context)
+        return self._add(x_BTD, fed)
+
+    def _norm(self, name: str | None, x_BTD: Tensor) -> Tensor:
+        return x_BTD if name is None else getattr(self, name)(x_BTD)
+
+    def _add(self, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
+        if self.residual_scale == 1.0:
+            return x_BTD + update_BTD
+        return torch.add(x_BTD, update_BTD, alpha=self.residual_scale)
+
+    def _drop(self, x_BTD: Tensor, site: Site, context: ForwardContext) -> Tensor:
+        if context.dropout is None or self.dropout == 0.0:
+            return x_BTD
+        return context.dropout.drop(x_BTD, self.dropout, site, self.index)
+
+
+class Decoder(nn.Module):
+    """Token ids to logits, or to the summed loss of their labels.
+
+    Build it under any device context (`torch.device("meta")` included); nothing but parameters is stored. Parameters are
+    uninitialised until `init.initialise` or `load` fills them.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        attention: Literal["auto", "explicit"] = "auto",
+        loss_function: LossFunction | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.compute_dtype = shape, compute_dtype
+        self.explicit_attention = attention == "explicit"
+        self.loss_function: LossFunction = loss_function or full_logits_loss
+        names = shape.names
+        root = nn.Module()
+        self.add_module(names.root, root)
+        root.add_module(names.embedding, Embedding(shape.vocab_size, shape.hidden_size))
+        if names.positions is not None:
+            root.add_module(names.positions, Embedding(shape.max_position_embeddings, shape.hidden_size))
+        # Keyed by layer, so that a pipeline stage that holds some of them keeps the names of the whole.
+        layers = nn.ModuleDict({str(index): Block(shape, index) for index in range(shape.num_layers)})
+        root.add_module(names.layers, layers)
+        root.add_module(names.final_norm, build_norm(shape))
+        if not shape.tied_embeddings:
+            self.add_module(names.head, Head(shape.vocab_size, shape.hidden_size))
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that holds all but the head."""
+        return self.get_submodule(self.shape.names.root)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in order; their `forward` is what FSDP wraps."""
+        layers = self.root.get_submodule(self.shape.names.layers)
+        return [block for block in layers.children() if isinstance(block, Block)]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The projection to the vocabulary, `[V, D]`: the embedding's table when they are tied."""
+        names = self.shape.names
+        owner = self.root.get_submodule(names.embedding) if self.shape.tied_embeddings else self.get_submodule(names.head)
+        weight: Tensor = owner.weight  # type: ignore[assignment]
+        return weight
+
+    def set_recompute(self, run: Recompute | None) -> None:
+        """Call every block's computation through `run(function, *arguments)`; None calls it directly."""
+        for block in self.blocks:
+            block._recompute = run
+
+    def compile_blocks(self, **options: Any) -> None:
+        """torch.compile each block's computation; modules, parameters and their names stay as they are."""
+        for block in self.blocks:
+            block._inner = torch.compile(block.inner, **options)
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        labels_BT: Tensor | None = None,
+        dropout: DropoutKey | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """Logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens' losses.
+
+        Labels are shifted already (`labels[t]` is the target of position t; -100 is not supervised). Attention is causal and,
+        with `document_ids_BT`, stays among equal ids. `positions_BT` default to each document's own 0, 1, 2...
+        """
+        hidden_BTD = self.hidden(
+            input_ids_BT, positions_BT=positions_BT, document_ids_BT=document_ids_BT, dropout=dropout, cache=cache
+        )
+        shape, weight_VD = self.shape, self.head_weight.to(hidden_BTD.dtype)
+        if labels_BT is None:
+            return head_logits(hidden_BTD, weight_VD, None, logit_scale=shape.logit_scale, soft_cap=shape.final_soft_cap)
+        return self.loss_function(
+            hidden_BTD.flatten(0, 1),
+            weight_VD,
+            None,
+            labels_BT.flatten(),
+            logit_scale=shape.logit_scale,
+            soft_cap=shape.final_soft_cap,
+        )
+
+    def hidden(
+        self,
+        input_ids_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        dropout: DropoutKey | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """The last norm's output, `[B, T, D]`."""
+        if positions_BT is None:
+            positions_BT = default_positions(input_ids_BT, document_ids_BT)
+        x_BTD = self.embed(input_ids_BT, positions_BT)
+        context = self.build_context(x_BTD, positions_BT, document_ids_BT, dropout)
+        if context.dropout is not None and self.shape.embedding_dropout > 0.0:
+            x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING, 0)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, context)
+        hidden_BTD: Tensor = self.root.get_submodule(self.shape.names.final_norm)(x_BTD)
+        return hidden_BTD
+
+    def embed(self, input_ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """Token (and learned position) embeddings in the compute precision, scaled."""
+        names, root = self.shape.names, self.root
+        x_BTD: Tensor = root.get_submodule(names.embedding)(input_ids_BT)
+        if self.compute_dtype is not None:
+            x_BTD = x_BTD.to(self.compute_dtype)
+        if names.positions is not None:
+            x_BTD = x_BTD + root.get_submodule(names.positions)(positions_BT).to(x_BTD.dtype)
+        if self.shape.embedding_scale != 1.0:
+            x_BTD = x_BTD * self.shape.embedding_scale
+        return x_BTD
+
+    def build_context(
+        self, x_BTD: Tensor, positions_BT: Tensor, document_ids_BT: Tensor | None, dropout: DropoutKey | None
+    ) -> ForwardContext:
+        """What the blocks share."""
+        shape = self.shape
+        table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
+        tables = tuple(rope_tables(rope, positions_BT, table_dtype) for rope in shape.ropes)
+        num_tokens = x_BTD.shape[1]
+        return ForwardContext(
+            rope_tables=tables,
+            masks={layer.window: attention_mask(layer, num_tokens, document_ids_BT, x_BTD.device) for layer in set(shape.layers)},
+            dropout=None if dropout is None else Dropout.of(dropout, num_tokens, x_BTD.device),
+            explicit=self.explicit_attention,
+        )
+
+
+def default_positions(input_ids_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor:
+    """0, 1, 2... from the start of each row, or of each run of equal document ids."""
+    num_tokens = input_ids_BT.shape[1]
+    places_T = torch.arange(num_tokens, device=input_ids_BT.device)
+    if document_ids_BT is None:
+        return places_T[None]
+    starts_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values
+    return places_T - first_BT
+
+
+def attention_mask(layer: LayerShape, num_tokens: int, document_ids_BT: Tensor | None, device: torch.device) -> Tensor | None:
+    """True where a query (row) may see a key (column), `[B or 1, 1, T, T]`; None where plain causality says it all."""
+    windowed = layer.window is not None and layer.window < num_tokens
+    if not windowed and document_ids_BT is None:
+        return None
+    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    if windowed:
+        assert layer.window is not None
+        mask = mask.triu(1 - layer.window)
+    if document_ids_BT is None:
+        return mask[None, None]
+    return (mask & (document_ids_BT[:, :, None] == document_ids_BT[:, None, :]))[:, None]

@@ -1,0 +1,29 @@
+"""Matrix products whose weights are cast to the input's precision at use.
+
+Legend: D in, F out.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """x @ weight (+ bias), the weight lying `[out, in]`, or `[in, out]` with `transposed` (GPT-2's files).
+
+    The cast is what mixed precision is here: parameters may stay fp32 while activations are bf16, and where FSDP2 has
+    gathered them in bf16 already it costs nothing.
+    """
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, transposed: bool = False) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.weight = nn.Parameter(torch.empty((num_in, num_out) if transposed else (num_out, num_in)))
+        self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, weight.t() if self.transposed else weight, bias)

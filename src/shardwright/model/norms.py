@@ -1,0 +1,34 @@
+"""Root-mean-square and layer norms over the last dimension, accumulated in at least fp32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); `offset` 1 is Gemma's, whose weights begin at 0."""
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The sum is taken in the parameter's precision: 1 + w in bf16 would lose what w holds.
+        weight = self.weight if self.offset == 0.0 else self.weight + self.offset
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
