@@ -1,0 +1,230 @@
+"""A model written as a Hugging Face folder: config.json, safetensors, generation_config.json and the tokenizer.
+
+`AutoModelForCausalLM.from_pretrained` loads the folder with equal logits; `tests/reference/test_export_families.py` holds it to
+that for every family. One tensor is in memory at a time: a safetensors file is a header that says where everything will
+be, which names, shapes and dtype suffice to write, and then the tensors' bytes one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.errors import InputError, RunFailed, WeightsError
+from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors in one file at most, unless one tensor alone is larger; a decimal 5 GB."""
+
+DTYPES: dict[torch.dtype, tuple[str, str]] = {
+    torch.float32: ("F32", "float32"),
+    torch.bfloat16: ("BF16", "bfloat16"),
+    torch.float16: ("F16", "float16"),
+    torch.float64: ("F64", "float64"),
+}
+"""What a dtype is called in a safetensors header and in config.json."""
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+"""The class that config.json names for each `model_type`."""
+
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_STALE_FIELDS = frozenset({"torch_dtype", "auto_map", "_name_or_path", "_commit_hash", "transformers_version"})
+"""Fields of the config that was read which would say something untrue of the folder that is written."""
+
+
+class SavedTokenizer(Protocol):
+    """What an export needs of a tokenizer."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a document."""
+        ...
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids that begin a document."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExportedFolder:
+    """What was written."""
+
+    path: Path
+    weight_files: tuple[str, ...]
+    num_tensors: int
+    num_parameters: int
+    weights_bytes: int
+
+
+def write_folder(
+    out: str | Path,
+    shape: ModelShape,
+    read: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    tokenizer: SavedTokenizer | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> ExportedFolder:
+    """Write the folder beside its place and rename it there, so that a folder of that name is always whole.
+
+    Args:
+        out: the folder to make; one that holds something already is refused unless `overwrite`.
+        read: a parameter's name to its whole tensor; called once per parameter, in the decoder's order.
+        dtype: of the stored weights.
+        tokenizer: saved into the folder; its ids fill bos, eos and pad where the config says nothing, because transformers
+            would otherwise assume those of the family's best-known vocabulary.
+        generation_config: content of generation_config.json; by default the special ids of the config.
+
+    Raises:
+        InputError: `out` is taken. WeightsError: a tensor of the wrong shape, or with values that are not finite in `dtype`.
+        RunFailed: the disk is full, or the folder cannot be written.
+    """
+    out = Path(out)
+    _check_vacant(out, overwrite)
+    if dtype not in DTYPES:
+        allowed = ", ".join(name for _, name in DTYPES.values())
+        raise InputError("weights are not stored in this dtype", field="dtype", got=dtype, allowed=allowed)
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        files = _write_weights(partial, shape, read, dtype, max_shard_bytes)
+        config = _config(shape, dtype, tokenizer)
+        _write_json(partial / "config.json", config)
+        if generation_config is None:
+            generation_config = {key: config[key] for key in _SPECIAL_IDS if config.get(key) is not None}
+        _write_json(partial / "generation_config.json", generation_config)
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        _move(partial, out)
+    except OSError as error:
+        raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    specs = shape.parameters()
+    return ExportedFolder(out, tuple(files), len(specs), shape.num_parameters, shape.num_parameters * dtype.itemsize)
+
+
+def plan_shards(specs: Sequence[ParameterSpec], itemsize: int, max_shard_bytes: int) -> list[list[ParameterSpec]]:
+    """Parameters in order, cut into files of at most `max_shard_bytes`; a larger tensor has a file of its own."""
+    shards: list[list[ParameterSpec]] = []
+    room = 0
+    for spec in specs:
+        size = spec.num_elements * itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(spec)
+        room -= size
+    return shards
+
+
+def _write_weights(
+    folder: Path, shape: ModelShape, read: Callable[[str], Tensor], dtype: torch.dtype, max_shard_bytes: int
+) -> list[str]:
+    shards = plan_shards(shape.parameters(), dtype.itemsize, max_shard_bytes)
+    names = [WEIGHTS_NAME]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, specs in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            _write_shard(file, specs, read, dtype)
+            file.flush()
+            os.fsync(file.fileno())
+    if len(shards) > 1:
+        weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
+        metadata = {"total_parameters": shape.num_parameters, "total_size": shape.num_parameters * dtype.itemsize}
+        _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    return names
+
+
+def _write_shard(file: BinaryIO, specs: Sequence[ParameterSpec], read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.num_elements * dtype.itemsize
+        header[spec.name] = {"dtype": DTYPES[dtype][0], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, so that a mapped file is aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+    for spec in specs:
+        # No name is kept, so that each tensor is gone before the next is read.
+        file.write(_stored(spec, read(spec.name), dtype).view(-1).view(torch.uint8).numpy().data)
+
+
+def _stored(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tuple(tensor.shape) != spec.shape:
+        raise WeightsError(
+            "the tensor has another shape than the model's", field=spec.name, got=list(tensor.shape), allowed=str(list(spec.shape))
+        )
+    stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    if not stored.isfinite().all():
+        were_finite = bool(tensor.isfinite().all())
+        raise WeightsError(
+            "holds values too large for this dtype" if were_finite else "holds values that are not finite",
+            field=spec.name,
+            got=DTYPES[dtype][1],
+            remedy="Export as bf16 or fp32" if were_finite else "Export an earlier checkpoint",
+        )
+    return stored
+
+
+def _config(shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | None) -> dict[str, Any]:
+    """config.json: what was read, with what is true of this folder."""
+    config = {key: value for key, value in shape.to_config().items() if key not in _STALE_FIELDS}
+    config |= {"architectures": [ARCHITECTURES[shape.family]], "model_type": shape.family, "dtype": DTYPES[dtype][1]}
+    config["vocab_size"] = shape.vocab_size
+    if tokenizer is not None:
+        bos = tokenizer.prefix_ids[0] if tokenizer.prefix_ids else None
+        for key, value in zip(_SPECIAL_IDS, (bos, tokenizer.eos_id, None), strict=True):
+            config.setdefault(key, value)
+    return dict(sorted(config.items()))
+
+
+def _check_vacant(out: Path, overwrite: bool) -> None:
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise InputError("the folder holds something already", field="out", got=out, remedy="Name another, or ask to overwrite it")
+    if out.exists() and not out.is_dir():
+        raise InputError("this is a file, and a folder is to be written", field="out", got=out)
+
+
+def _move(partial: Path, out: Path) -> None:
+    """Put the whole folder in its place. An older one steps aside first and goes only when the new one stands."""
+    old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
