@@ -22,7 +22,6 @@ from shardwright.telemetry.events import (
     Preempted,
     Resumed,
     RunFinished,
-    RunStarted,
     SkippedStep,
     Step,
     Warned,
@@ -32,39 +31,7 @@ from shardwright.telemetry.events import (
     surviving_steps,
 )
 from shardwright.telemetry.kinds import EVENT_TYPES
-
-
-def step_event(step: int, loss: float = 2.5, **values: Any) -> Step:
-    defaults: dict[str, Any] = {
-        "gradient_norm": 1.25,
-        "learning_rate": 1e-3,
-        "tokens": 64,
-        "supervised_tokens": 60,
-        "samples_seen": 4 * step,
-        "step_seconds": 0.5,
-        "tokens_per_second": 128.0,
-        "memory_bytes": (100, 200),
-    }
-    return Step(step=step, loss=loss, **(defaults | values))
-
-
-def start_event(**values: Any) -> RunStarted:
-    defaults: dict[str, Any] = {
-        "name": "tiny",
-        "recipe": {"seed": 0},
-        "plan": {},
-        "layout": "dp_shard=2,zero_stage=3",
-        "world_size": 2,
-        "total_steps": 10,
-        "global_batch_tokens": 64,
-        "data_hash": "abc",
-        "num_parameters": 1000,
-        "versions": {"torch": "2"},
-        "host": "here",
-        "devices": ("cpu", "cpu"),
-    }
-    return RunStarted(**(defaults | values))
-
+from tests.unit.telemetry.samples import start_event, step_event
 
 ONE_OF_EACH: tuple[Event, ...] = (
     start_event(flops_per_token=6000.0, matmul_flops_per_second=1e12),

@@ -1,0 +1,214 @@
+"""What is measured of a run: time by part, throughput against the ceiling, time left, time that was useful, memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from shardwright.telemetry.events import Event, RunFinished, RunStarted, SkippedStep, Step, surviving_steps
+
+PARTS = ("data", "forward", "backward", "reduction", "optimizer")
+"""The parts of a step; each is the field `<part>_seconds` of a `step` event."""
+
+
+class StepTimer:
+    """Seconds of a step by part. Parts may be entered many times a step, as accumulation does; they do not nest.
+
+    On an accelerator the host runs ahead of the device: give `synchronise`, and each part ends when its kernels have.
+
+    >>> timer = StepTimer()
+    >>> with timer.measuring("forward"):
+    ...     pass
+    >>> sorted(timer.finish())[:2]
+    ['backward_seconds', 'data_seconds']
+    """
+
+    def __init__(self, synchronise: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._synchronise = synchronise
+        self._clock = clock
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._began = clock()
+
+    @contextmanager
+    def measuring(self, part: str) -> Iterator[None]:
+        """Add the time spent inside to a part."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._synchronise is not None:
+                self._synchronise()
+            self._seconds[part] += self._clock() - began
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add time that was measured elsewhere, by device events for instance."""
+        self._seconds[part] += seconds
+
+    def restart(self) -> None:
+        """Begin the step now: what passed since the last one (an evaluation, a checkpoint) is no part of it."""
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._began = self._clock()
+
+    def finish(self) -> dict[str, float]:
+        """`<part>_seconds` and `step_seconds` of the step that ends now, as a `step` event takes them; the next step begins."""
+        now = self._clock()
+        taken = {f"{part}_seconds": seconds for part, seconds in self._seconds.items()}
+        taken["step_seconds"] = now - self._began
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._began = now
+        return taken
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Rates of all ranks together, as a `step` event takes them."""
+
+    tokens_per_second: float
+    model_flops_per_second: float | None
+    mfu: float | None
+
+
+def measure_throughput(
+    tokens: int, seconds: float, *, world_size: int, flops_per_token: float | None, matmul_flops_per_second: float | None
+) -> Throughput:
+    """Rates of a step: tokens/s, model FLOP/s, and MFU against `world_size` times the matmul ceiling of one device.
+
+    Model FLOPs are those of the model's mathematics, forward and backward; recompute is not counted (PaLM, appendix B).
+
+    >>> measure_throughput(1000, 2.0, world_size=2, flops_per_token=6e6, matmul_flops_per_second=1e10).mfu
+    0.15
+    """
+    tokens_per_second = tokens / seconds if seconds > 0 else 0.0
+    flops = tokens_per_second * flops_per_token if flops_per_token is not None else None
+    mfu = flops / (world_size * matmul_flops_per_second) if flops is not None and matmul_flops_per_second else None
+    return Throughput(tokens_per_second, flops, mfu)
+
+
+def measure_resident_bytes() -> int:
+    """Resident memory of this process now, in bytes: what a CPU rank holds. CUDA's numbers come from its allocator."""
+    return int(psutil.Process().memory_info().rss)
+
+
+class Smoothed:
+    """An exponential mean that is right from its first value on (no pull towards zero); values that are not finite pass by.
+
+    >>> mean = Smoothed(half_life=1)
+    >>> [round(mean.add(value), 3) for value in (4.0, 4.0, 1.0)]
+    [4.0, 4.0, 2.286]
+    """
+
+    def __init__(self, half_life: float) -> None:
+        self._keep = 0.5 ** (1.0 / half_life)
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """Take a value in; returns the mean."""
+        if math.isfinite(value):
+            self._sum = self._keep * self._sum + (1 - self._keep) * value
+            self._weight = self._keep * self._weight + (1 - self._keep)
+        return self.value
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN before the first finite value."""
+        return self._sum / self._weight if self._weight else math.nan
+
+
+class Progress:
+    """Smoothed numbers for a person who watches, fed by the events themselves.
+
+    Time left is the remaining steps at their smoothed pace, stretched by the share of time that goes into evaluations and
+    checkpoints; the first step of a process (compilation, caches) does not count.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.total_steps = 0
+        self._loss = Smoothed(10)
+        self._tokens_per_second = Smoothed(10)
+        self._mfu = Smoothed(10)
+        self._step_seconds = Smoothed(10)
+        self._steps_of_process = 0
+        self._first_tokens_per_second = math.nan
+        self._origin_seconds = 0.0
+        self._stepping_seconds = 0.0
+        self._overhead = 1.0
+
+    def on_event(self, event: Event) -> None:
+        """Take an event in."""
+        if isinstance(event, RunStarted):
+            self.total_steps = event.total_steps
+            self._steps_of_process = 0
+        if event.step is not None:
+            self.step = event.step
+        if not isinstance(event, Step):
+            return
+        self._steps_of_process += 1
+        self._loss.add(event.loss)
+        if self._steps_of_process == 1:
+            self._origin_seconds = event.elapsed_seconds
+            self._stepping_seconds = 0.0
+            self._first_tokens_per_second = event.tokens_per_second
+            return
+        self._stepping_seconds += event.step_seconds
+        self._step_seconds.add(event.step_seconds)
+        self._tokens_per_second.add(event.tokens_per_second)
+        if event.mfu is not None:
+            self._mfu.add(event.mfu)
+        if self._stepping_seconds > 0:
+            self._overhead = max(1.0, (event.elapsed_seconds - self._origin_seconds) / self._stepping_seconds)
+
+    @property
+    def loss(self) -> float:
+        """Training loss, mean over about the last ten steps."""
+        return self._loss.value
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self._tokens_per_second.value if self._steps_of_process > 1 else self._first_tokens_per_second
+
+    @property
+    def mfu(self) -> float:
+        """0 to 1; NaN where it is not known."""
+        return self._mfu.value
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Until the last step; NaN before two steps are done."""
+        return max(0, self.total_steps - self.step) * self._step_seconds.value * self._overhead
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the wall time of all processes of a run went, in seconds."""
+
+    total_seconds: float
+    """From each start to the last event of the same process, added up; the time between processes is not known to us."""
+    useful_seconds: float
+    """Of steps that are in the weights."""
+
+    @property
+    def share(self) -> float:
+        """Useful part of the total, 0 to 1."""
+        return self.useful_seconds / self.total_seconds if self.total_seconds > 0 else 0.0
+
+
+def measure_goodput(events: Iterable[Event]) -> Goodput:
+    """Useful against total time: lost are set-up, evaluations, checkpoints, skipped steps and steps that a resume withdrew."""
+    listed = list(events)
+    total, last = 0.0, 0.0
+    for event in listed:
+        if event.elapsed_seconds < last:  # the clock of another process
+            total += last
+        last = event.elapsed_seconds
+    total = max(total + last, sum((e.total_seconds for e in listed if isinstance(e, RunFinished)), 0.0))
+    skipped = {event.step for event in listed if isinstance(event, SkippedStep)}
+    useful = sum(step.step_seconds for step in surviving_steps(listed) if step.step not in skipped)
+    return Goodput(total, useful)

@@ -1,0 +1,131 @@
+"""The progress bar of a run on a terminal: one live line, and above it a line for each thing that is not a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.telemetry.events import (
+    Checkpoint,
+    Evaluation,
+    Event,
+    Failed,
+    Preempted,
+    Resumed,
+    RunFinished,
+    RunStarted,
+    SkippedStep,
+    Step,
+    Warned,
+)
+from shardwright.telemetry.meter import Progress
+from shardwright.telemetry.sinks import describe, format_loss, format_remaining
+from shardwright.units import format_bytes, format_count
+
+_MIN_BAR_WIDTH = 12
+_MAX_BAR_WIDTH = 40
+_SECONDS_BETWEEN_DRAWINGS = 0.1
+
+_STYLES: dict[type[Event], str] = {
+    RunStarted: "bold",
+    Evaluation: "cyan",
+    Checkpoint: "dim",
+    Resumed: "cyan",
+    SkippedStep: "yellow",
+    Warned: "yellow",
+    Preempted: "yellow",
+    Failed: "bold red",
+    RunFinished: "bold green",
+}
+
+
+class StatusLine:
+    """The live line: bar, step, loss, tokens/s, memory, MFU, time left. Where it is narrow, MFU goes first, the loss last."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.memory_bytes = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw into the width there is."""
+        progress = self.progress
+        count = Text(f"{progress.step:,}/{progress.total_steps:,}")
+        fields = [
+            Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold")) if math.isfinite(progress.loss) else Text("")
+        ]
+        fields.append(Text.assemble(format_remaining(progress), (" left", "dim")) if format_remaining(progress) else Text(""))
+        if math.isfinite(progress.tokens_per_second):
+            fields.append(Text.assemble(format_count(progress.tokens_per_second), (" tokens/s", "dim")))
+        if self.memory_bytes:
+            fields.append(Text(format_bytes(self.memory_bytes)))
+        if math.isfinite(progress.mfu):
+            fields.append(Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}"))
+        shown: list[Text] = []
+        room = options.max_width - _MIN_BAR_WIDTH - 2 - count.cell_len
+        for field in fields:  # in order of how much they are missed
+            if field.cell_len and field.cell_len + 2 <= room:
+                room -= field.cell_len + 2
+                shown.append(field)
+        if len(shown) > 1:
+            shown.append(shown.pop(1))  # the time left stands at the end
+        line = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+        bar = ProgressBar(
+            total=max(1, progress.total_steps),
+            completed=progress.step,
+            width=min(_MAX_BAR_WIDTH, _MIN_BAR_WIDTH + max(0, room)),
+            complete_style="cyan",
+            finished_style="green",
+        )
+        line.add_row(bar, count, *shown)
+        yield line
+
+
+class Terminal:
+    """Draws the status line in place on a terminal. Its stream is standard error, so that standard output stays clean.
+
+    No thread redraws: the line moves when an event comes, at most ten times a second, and costs the run nothing between.
+    """
+
+    def __init__(self, stream: TextIO, *, width: int | None = None) -> None:
+        self._console = Console(file=stream, width=width, highlight=False)
+        self._progress = Progress()
+        self._line = StatusLine(self._progress)
+        self._live: Live | None = None
+        self._drawn_at = -math.inf
+
+    def on_event(self, event: Event) -> None:
+        """Move the bar for a step; print a line above it for anything else."""
+        self._progress.on_event(event)
+        if isinstance(event, Step):
+            if event.memory_bytes:
+                self._line.memory_bytes = max(event.memory_bytes)
+            self._draw(at_once=event.step == self._progress.total_steps)
+            return
+        if isinstance(event, RunFinished | Failed):
+            self.close()  # the last word stands below the bar
+        self._console.print(Text(describe(event), style=_STYLES[type(event)]))
+        if isinstance(event, RunStarted | Resumed):
+            self._draw(at_once=True)
+
+    def _draw(self, *, at_once: bool) -> None:
+        now = time.monotonic()
+        if not at_once and now - self._drawn_at < _SECONDS_BETWEEN_DRAWINGS:
+            return
+        self._drawn_at = now
+        if self._live is None:
+            self._live = Live(self._line, console=self._console, auto_refresh=False, redirect_stdout=False)
+            self._live.start()
+        self._live.refresh()
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the cursor back."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()

@@ -1,0 +1,126 @@
+"""Time by part, throughput, smoothing, time left, goodput."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from shardwright.telemetry.events import Checkpoint, Event, Resumed, SkippedStep
+from shardwright.telemetry.meter import (
+    Progress,
+    Smoothed,
+    StepTimer,
+    measure_goodput,
+    measure_resident_bytes,
+    measure_throughput,
+)
+from tests.unit.telemetry.samples import start_event, step_event
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_step_is_timed_by_part_and_begins_anew() -> None:
+    clock = Clock()
+    timer = StepTimer(clock=clock)
+    for part, seconds in (("data", 1.0), ("forward", 2.0), ("forward", 3.0), ("backward", 4.0)):
+        with timer.measuring(part):
+            clock.now += seconds
+    timer.add("reduction", 0.5)
+    clock.now += 0.25
+    taken = timer.finish()
+    assert taken == {
+        "data_seconds": 1.0,
+        "forward_seconds": 5.0,
+        "backward_seconds": 4.0,
+        "reduction_seconds": 0.5,
+        "optimizer_seconds": 0.0,
+        "step_seconds": 10.25,
+    }
+    clock.now += 7
+    timer.restart()
+    clock.now += 1
+    assert timer.finish()["step_seconds"] == 1.0
+
+
+def test_a_part_ends_when_the_device_does() -> None:
+    clock = Clock()
+
+    def synchronise() -> None:
+        clock.now += 2.0
+
+    timer = StepTimer(synchronise, clock)
+    with timer.measuring("forward"):
+        clock.now += 1.0
+    assert timer.finish()["forward_seconds"] == 3.0
+
+
+def test_an_unknown_part_is_an_error() -> None:
+    with pytest.raises(KeyError), StepTimer().measuring("lunch"):
+        pass
+
+
+def test_throughput_without_flops_or_ceiling() -> None:
+    rates = measure_throughput(100, 2.0, world_size=2, flops_per_token=None, matmul_flops_per_second=1e9)
+    assert (rates.tokens_per_second, rates.model_flops_per_second, rates.mfu) == (50.0, None, None)
+    rates = measure_throughput(100, 2.0, world_size=2, flops_per_token=10.0, matmul_flops_per_second=None)
+    assert (rates.model_flops_per_second, rates.mfu) == (500.0, None)
+
+
+def test_smoothing_forgets_by_half_lives_and_passes_nan_by() -> None:
+    mean = Smoothed(half_life=2)
+    assert math.isnan(mean.value)
+    for _ in range(200):
+        mean.add(8.0)
+    mean.add(math.nan)
+    assert mean.value == pytest.approx(8.0)
+    mean.add(0.0)
+    assert mean.add(0.0) == pytest.approx(4.0)
+
+
+def test_resident_memory_is_that_of_a_python() -> None:
+    assert 1e6 < measure_resident_bytes() < 1e11
+
+
+def test_time_left_counts_evaluations_but_not_the_first_step() -> None:
+    progress = Progress()
+    progress.on_event(start_event(total_steps=100))
+    elapsed = 500.0  # a first step that compiles
+    progress.on_event(dataclasses.replace(step_event(1, step_seconds=500.0), elapsed_seconds=elapsed))
+    assert math.isnan(progress.remaining_seconds)
+    for step in range(2, 51):
+        elapsed += 2.0 if step % 2 else 1.0  # every other step is followed by an evaluation as long as itself
+        progress.on_event(dataclasses.replace(step_event(step, step_seconds=1.0), elapsed_seconds=elapsed))
+    assert progress.remaining_seconds == pytest.approx(50 * 1.5, rel=0.02)
+    assert progress.loss == pytest.approx(2.5)
+
+
+def test_goodput_counts_what_a_resume_withdrew_as_lost() -> None:
+    def at(elapsed: float, event: Event) -> Event:
+        return dataclasses.replace(event, elapsed_seconds=elapsed)
+
+    events = [
+        at(1.0, start_event()),
+        at(2.0, step_event(1, step_seconds=1.0)),
+        at(3.0, Checkpoint(step=1, path="a", size_bytes=1, seconds=1.0)),
+        at(4.0, step_event(2, step_seconds=1.0)),
+        at(1.0, start_event()),
+        at(1.0, Resumed(step=1, path="a")),
+        at(2.0, step_event(2, step_seconds=1.0)),
+        at(3.0, step_event(3, step_seconds=1.0)),
+        at(3.0, SkippedStep(step=3, reason="nan")),
+    ]
+    goodput = measure_goodput(events)
+    assert goodput.total_seconds == 7.0
+    assert goodput.useful_seconds == 2.0
+    assert goodput.share == pytest.approx(2 / 7)
+    assert measure_goodput([]).share == 0.0
