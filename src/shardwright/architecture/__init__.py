@@ -1,11 +1,14 @@
 """What a model is, from its config.json: shapes, parameters by name, counts. Torch-free."""
 
-from shardwright.architecture.families import INERT_FIELDS, read_config
+from shardwright.architecture.families import FAMILIES
 from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
+from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config
 from shardwright.architecture.shape import LayerShape, ModelShape, RopeShape
 
 __all__ = [
+    "FAMILIES",
     "INERT_FIELDS",
+    "OFF_FIELDS",
     "Init",
     "LayerShape",
     "ModelShape",

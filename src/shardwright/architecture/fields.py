@@ -27,6 +27,10 @@ class Fields:
         """The field's full name, for messages."""
         return f"{self._prefix}{name}"
 
+    def was_taken(self, name: str) -> bool:
+        """Whether the family's reader knows the field."""
+        return name in self._taken
+
     def take(self, name: str, default: Any = None) -> Any:
         """The value as it stands, `default` where it is absent."""
         self._taken.add(name)

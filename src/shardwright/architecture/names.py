@@ -1,4 +1,4 @@
-"""What each family calls its modules, as `save_pretrained` writes them. Torch-free, so that plans and checks can name parameters."""
+"""What each family calls its modules in the files that `save_pretrained` writes. Torch-free: plans name parameters too."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwright.architecture.fields import Fields
@@ -10,29 +11,72 @@ from shardwright.architecture.shape import RopeShape
 from shardwright.errors import ArchitectureError
 
 
-def read_ropes(
-    fields: Fields, head_dim: int, max_positions: int, *, default_theta: float = 10_000.0, default_fraction: float = 1.0
-) -> tuple[RopeShape, ...]:
-    """The one rotary embedding of a model whose layers all turn alike."""
-    theta = fields.number("rope_theta", default_theta, exclusive=True)
-    fraction = fields.number("partial_rotary_factor", default_fraction, exclusive=True)
+def read_rope_of_model(
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    *,
+    theta: float,
+    fraction: float = 1.0,
+    original_max_positions: int | None = None,
+) -> RopeShape:
+    """The one rotary embedding of a model whose layers all turn alike; the keywords are the family's defaults."""
+    theta = fields.number("rope_theta", theta, exclusive=True)
+    fraction = fields.number("partial_rotary_factor", fraction, exclusive=True)
+    original = original_max_positions
+    if "original_max_position_embeddings" in fields:
+        original = fields.integer("original_max_position_embeddings")
+    name, content = _mapping(fields)
+    return _read_rope(Fields(content, f"{name}."), head_dim, max_positions, theta, fraction, original)
+
+
+def read_ropes_by_layer_type(
+    fields: Fields, head_dim: int, max_positions: int, *, full_theta: float = 1e6, sliding_theta: float = 1e4
+) -> tuple[RopeShape, RopeShape]:
+    """Gemma 3's two: that of layers with full attention, then that of layers with a window.
+
+    The older spelling scales the first only (`rope_theta`, `rope_scaling`) and names the second's base
+    `rope_local_base_freq`; the newer nests both in `rope_parameters`.
+    """
+    full_theta = fields.number("rope_theta", full_theta, exclusive=True)
+    sliding_theta = fields.number("rope_local_base_freq", sliding_theta, exclusive=True)
+    name, content = _mapping(fields)
+    if name == "rope_scaling":
+        content = {"full_attention": content}
+    by_type = Fields(content, f"{name}.")
+    ropes = []
+    for kind, theta in (("full_attention", full_theta), ("sliding_attention", sliding_theta)):
+        inner = by_type.take(kind) or {}
+        if not isinstance(inner, Mapping):
+            raise ArchitectureError("this must be a mapping", field=by_type.path(kind), got=repr(inner))
+        ropes.append(_read_rope(Fields(inner, f"{by_type.path(kind)}."), head_dim, max_positions, theta, 1.0, None))
+    by_type.refuse_rest("gemma3_text", ())
+    return ropes[0], ropes[1]
+
+
+def _mapping(fields: Fields) -> tuple[str, dict[str, Any]]:
+    """The spelling that is used and what it holds; nothing where neither is."""
     older, newer = fields.take("rope_scaling"), fields.take("rope_parameters")
-    original = fields.take("original_max_position_embeddings")
-    content = newer or older or {}
+    if older and newer and older != newer:
+        raise ArchitectureError(
+            "rope_scaling and rope_parameters contradict each other", field="rope_parameters", got=repr(newer), allowed=repr(older)
+        )
+    name, content = ("rope_parameters", newer) if newer else ("rope_scaling", older or {})
     if not isinstance(content, Mapping):
-        raise ArchitectureError("this must be a mapping", field="rope_parameters" if newer else "rope_scaling", got=repr(content))
-    prefix = "rope_parameters." if newer else "rope_scaling."
-    return (read_rope(Fields(content, prefix), head_dim, max_positions, theta, fraction, original),)
+        raise ArchitectureError("this must be a mapping", field=name, got=repr(content))
+    return name, dict(content)
 
 
-def read_rope(fields: Fields, head_dim: int, max_positions: int, theta: float, fraction: float, original: Any = None) -> RopeShape:
-    """One rotary embedding from its mapping; `theta`, `fraction` and `original` are what the mapping's absence means."""
+def _read_rope(fields: Fields, head_dim: int, max_positions: int, theta: float, fraction: float, original: int | None) -> RopeShape:
+    """One rotary embedding from its mapping; `theta` and `fraction` hold where the mapping is silent.
+
+    `original`, where it is not None, wins over the mapping's own original_max_position_embeddings, as in transformers.
+    """
     older = fields.take("type")
     kind = fields.take("rope_type", older) or older or "default"
     theta = fields.number("rope_theta", theta, exclusive=True)
     rotary_dim = int(head_dim * fields.number("partial_rotary_factor", fraction, exclusive=True))
-    reader = _KINDS.get(kind)
-    if reader is None:
+    if kind not in _KINDS:
         raise ArchitectureError(
             "this rope scaling is not supported", field=fields.path("rope_type"), got=repr(kind), allowed=", ".join(_KINDS)
         )
@@ -41,41 +85,112 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, theta: float, f
             "rotation needs an even number of features per head, at most the head's width",
             field=fields.path("partial_rotary_factor"),
             got=rotary_dim,
-            allowed=f"2, 4, ..., {head_dim}",
+            allowed=f"an even number up to {head_dim}",
         )
-    rope = reader(fields, theta, rotary_dim, max_positions, original)
+    if kind in ("llama3", "yarn", "longrope", "su"):
+        given = fields.take("original_max_position_embeddings", max_positions)
+        if original is None:
+            original = given if given is None else fields.integer("original_max_position_embeddings", max_positions)
+    elif "original_max_position_embeddings" in fields:
+        fields.take("original_max_position_embeddings")  # the other kinds have no use for it
+    rope = _KINDS[kind](fields, theta, rotary_dim, max_positions, original or max_positions)
     fields.refuse_rest(f"`{kind}` rope", ())
     return rope
 
 
-def _default(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: Any) -> RopeShape:
+def _default(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
     return RopeShape(theta, rotary_dim)
 
 
-def _linear(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: Any) -> RopeShape:
+def _dynamic(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
+    """NTK scaling by the length seen so far. Up to max_position_embeddings, and we refuse more, it turns by the plain base."""
+    fields.number("factor", exclusive=True)
+    return RopeShape(theta, rotary_dim)
+
+
+def _linear(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
     return RopeShape(theta, rotary_dim, "linear", factor=fields.number("factor", exclusive=True))
 
 
-def _llama3(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: Any) -> RopeShape:
-    low = fields.number("low_freq_factor", exclusive=True)
-    high = fields.number("high_freq_factor", exclusive=True)
+def _llama3(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
+    low, high = fields.number("low_freq_factor", exclusive=True), fields.number("high_freq_factor", exclusive=True)
     if high <= low:
         raise ArchitectureError(
-            "this must be above low_freq_factor", field=fields.path("high_freq_factor"), got=high, allowed=f"above {low}"
+            "wrong value", field=fields.path("high_freq_factor"), got=high, allowed=f"above low_freq_factor, {low}"
         )
     return RopeShape(
         theta,
         rotary_dim,
         "llama3",
         factor=fields.number("factor", exclusive=True),
-        original_max_position_embeddings=fields.integer("original_max_position_embeddings", original or max_positions),
+        original_max_position_embeddings=original,
         low_freq_factor=low,
         high_freq_factor=high,
     )
 
 
-_KINDS = {
+def _yarn(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
+    """YaRN (arXiv 2309.00071); the attention factor is section 3.4's 0.1 ln(s) + 1 unless the file sets it."""
+    factor = fields.number("factor", max_positions / original, exclusive=True)
+    mscale, mscale_all = fields.take("mscale"), fields.take("mscale_all_dim")
+    attention_factor = _yarn_temperature(factor, 1.0)
+    if mscale and mscale_all:
+        attention_factor = _yarn_temperature(factor, fields.number("mscale")) / _yarn_temperature(
+            factor, fields.number("mscale_all_dim")
+        )
+    return RopeShape(
+        theta,
+        rotary_dim,
+        "yarn",
+        factor=factor,
+        attention_factor=fields.number("attention_factor", attention_factor, exclusive=True),
+        original_max_position_embeddings=original,
+        beta_fast=fields.number("beta_fast", 32.0, exclusive=True),
+        beta_slow=fields.number("beta_slow", 1.0, exclusive=True),
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def _yarn_temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
+    """LongRoPE (arXiv 2402.13753): a divisor for each pair of features, one list for short documents and one for long."""
+    factor = fields.number("factor", max_positions / original, exclusive=True)
+    scaled = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeShape(
+        theta,
+        rotary_dim,
+        "longrope",
+        factor=factor,
+        attention_factor=fields.number("attention_factor", scaled, exclusive=True),
+        original_max_position_embeddings=original,
+        short_factors=_factors(fields, "short_factor", rotary_dim // 2),
+        long_factors=_factors(fields, "long_factor", rotary_dim // 2),
+    )
+
+
+def _factors(fields: Fields, name: str, length: int) -> tuple[float, ...]:
+    value = fields.take(name)
+    numbers = isinstance(value, list) and all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in value)
+    if not numbers or len(value) != length:
+        got = f"{len(value)} of them" if numbers else repr(value)
+        raise ArchitectureError(
+            "wrong value",
+            field=fields.path(name),
+            got=got,
+            allowed=f"a list of {length} positive numbers, one per pair of features",
+        )
+    return tuple(float(x) for x in value)
+
+
+_KINDS: dict[str, Callable[[Fields, float, int, int, int], RopeShape]] = {
     "default": _default,
     "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
 }

@@ -52,14 +52,15 @@ def head_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, log
 
 
 class Embedding(nn.Module):
-    """Rows of a table by index."""
+    """Rows of a table by index; look-ups of `padding_row` send it no gradient."""
 
-    def __init__(self, num_rows: int, width: int) -> None:
+    def __init__(self, num_rows: int, width: int, padding_row: int | None = None) -> None:
         super().__init__()
+        self.padding_row = padding_row
         self.weight = nn.Parameter(torch.empty(num_rows, width))
 
     def forward(self, indices: Tensor) -> Tensor:
-        return F.embedding(indices, self.weight)
+        return F.embedding(indices, self.weight, self.padding_row)
 
 
 class Head(nn.Module):
@@ -156,7 +157,7 @@ class Decoder(nn.Module):
         names = shape.names
         root = nn.Module()
         self.add_module(names.root, root)
-        root.add_module(names.embedding, Embedding(shape.vocab_size, shape.hidden_size))
+        root.add_module(names.embedding, Embedding(shape.vocab_size, shape.hidden_size, shape.padding_row))
         if names.positions is not None:
             root.add_module(names.positions, Embedding(shape.max_position_embeddings, shape.hidden_size))
         # Keyed by layer, so that a pipeline stage that holds some of them keeps the names of the whole.
@@ -264,7 +265,10 @@ class Decoder(nn.Module):
         """What the blocks share."""
         shape = self.shape
         table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-        tables = tuple(rope_tables(rope, positions_BT, table_dtype) for rope in shape.ropes)
+        lengths_BT = None
+        if any(rope.kind == "longrope" for rope in shape.ropes):
+            lengths_BT = document_lengths(positions_BT, document_ids_BT)
+        tables = tuple(rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes)
         num_tokens = x_BTD.shape[1]
         return ForwardContext(
             rope_tables=tables,
@@ -284,6 +288,18 @@ def default_positions(input_ids_BT: Tensor, document_ids_BT: Tensor | None) -> T
     starts_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
     first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values
     return places_T - first_BT
+
+
+def document_lengths(positions_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor:
+    """Length of each token's document: the position of its last token + 1. Documents lie in one piece."""
+    if document_ids_BT is None:
+        return positions_BT[:, -1:].expand_as(positions_BT) + 1
+    num_tokens = document_ids_BT.shape[1]
+    places_T = torch.arange(num_tokens, device=document_ids_BT.device)
+    ends_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+    ends_BT[:, :-1] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    last_BT = torch.where(ends_BT, places_T, num_tokens).flip(1).cummin(dim=1).values.flip(1)
+    return positions_BT.expand_as(last_BT).gather(1, last_BT) + 1
 
 
 def attention_mask(layer: LayerShape, num_tokens: int, document_ids_BT: Tensor | None, device: torch.device) -> Tensor | None:

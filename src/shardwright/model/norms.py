@@ -16,9 +16,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        # The sum is taken in the parameter's precision: 1 + w in bf16 would lose what w holds.
-        weight = self.weight if self.offset == 0.0 else self.weight + self.offset
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
+        weight = self.weight.to(x.dtype)
+        if self.offset == 0.0 or x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, weight.shape, weight if self.offset == 0.0 else weight + self.offset, self.eps)
+        # 1 + w in 16 bits would lose most of what w holds.
+        return F.rms_norm(x.float(), weight.shape, weight.float() + self.offset, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -1,0 +1,148 @@
+"""config.json -> ModelShape: the file, the family, and the fields that may be passed over."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.architecture.families import FAMILIES
+from shardwright.architecture.fields import Fields
+from shardwright.architecture.shape import ModelShape
+from shardwright.errors import ArchitectureError, nearest
+
+INERT_FIELDS = frozenset(
+    {
+        # bookkeeping
+        "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map",
+        "dtype", "torch_dtype", "problem_type", "id2label", "label2id", "task_specific_params", "unsloth_version",
+        # what a forward pass returns or keeps, not what it computes
+        "use_cache", "cache_implementation", "return_dict", "output_hidden_states", "output_attentions",
+        "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "torchscript", "gradient_checkpointing",
+        "use_bfloat16", "is_llama_config", "keys_to_ignore_at_inference",
+        # token ids that tokenisers and generation use
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "forced_bos_token_id",
+        "forced_eos_token_id", "prefix",
+        # heads that a causal language model does not have
+        "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+        "summary_first_dropout", "num_labels",
+        # slicing of products for memory; the result is the same
+        "chunk_size_feed_forward", "pretraining_tp",
+        # generation settings of older files
+        "temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "num_beams", "repetition_penalty",
+    }
+)  # fmt: skip
+"""Fields that any family's config.json may carry without effect on logits, loss or gradients."""
+
+OFF_FIELDS: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False, None),
+    "alibi": (False, None),
+    "attention_bias": (False, None),
+    "attention_dropout": (0, 0.0, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "head_dim": (None,),
+    "is_decoder": (False, True, None),
+    "is_encoder_decoder": (False, None),
+    "layer_types": (None,),
+    "max_window_layers": (None,),
+    "mlp_bias": (False, None),
+    "moe": (None,),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+    "partial_rotary_factor": (1.0, 1, None),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "qk_layernorm": (False, None),
+    "rope_parameters": (None,),
+    "rope_scaling": (None,),
+    "sliding_window": (None,),
+    "tie_encoder_decoder": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "use_mrope": (False, None),
+    "use_qk_norm": (False, None),
+    "use_sliding_window": (False, None),
+}
+"""Fields of some families that others may carry switched off; any other value is refused."""
+
+
+_REMEDIES = {
+    "gemma3": "This holds images too. Save its language model alone and read that: its model_type is gemma3_text",
+    "phi": "phi3 is supported; the older phi is not",
+    "gemma": "gemma2 and gemma3_text are supported; the first gemma is not",
+    "qwen": "qwen2 and qwen3 are supported; the first qwen is not",
+}
+
+
+def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
+    """The shape that a config.json describes; `config` is its content, its path, or the folder that holds it.
+
+    Raises:
+        ArchitectureError: no such file, an unknown family, or a field that we do not compute exactly, by name.
+    """
+    content = dict(config) if isinstance(config, Mapping) else _read_file(Path(config))
+    family = content.get("model_type")
+    reader = FAMILIES.get(family) if isinstance(family, str) else None
+    if reader is None:
+        raise ArchitectureError(
+            "this family of models is not supported",
+            field="model_type",
+            got=repr(family),
+            allowed=", ".join(sorted(FAMILIES)),
+            remedy=_family_remedy(family),
+        )
+    fields = Fields(content)
+    shape = replace(reader(fields), family=str(family), config=copy.deepcopy(content))
+    for name, values in OFF_FIELDS.items():
+        if not fields.was_taken(name):
+            fields.only(name, values, f"a {family} model does not have this feature here")
+    fields.refuse_rest(str(family), INERT_FIELDS)
+    _check(shape)
+    return shape
+
+
+def _family_remedy(family: Any) -> str:
+    if family in _REMEDIES:
+        return _REMEDIES[family]
+    near = nearest(str(family), FAMILIES)
+    return f"Did you mean `{near}`?" if near else "Take a model of one of these families"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArchitectureError(
+            f"the model's config.json cannot be read: {error.strerror}",
+            field="model.path",
+            got=path,
+            remedy="Give a folder that holds config.json",
+        ) from error
+    except ValueError as error:
+        raise ArchitectureError(f"this is not JSON: {error}", field="model.path", got=path) from error
+    if not isinstance(content, dict):
+        raise ArchitectureError("a config.json holds one mapping", field="model.path", got=path)
+    return content
+
+
+def _check(shape: ModelShape) -> None:
+    """Refuse widths that do not fit together."""
+    if shape.num_heads % shape.num_kv_heads:
+        raise ArchitectureError(
+            "query heads must be a multiple of key and value heads",
+            field="num_key_value_heads",
+            got=shape.num_kv_heads,
+            allowed=f"a divisor of {shape.num_heads}",
+        )
+    given = "head_dim" in shape.config and shape.config["head_dim"] is not None
+    if not given and shape.hidden_size % shape.num_heads:
+        raise ArchitectureError(
+            "the width is not a multiple of the heads",
+            field="hidden_size",
+            got=shape.hidden_size,
+            allowed=f"a multiple of {shape.num_heads}",
+        )

@@ -1,0 +1,134 @@
+"""Folders written by us are loaded by transformers, and the reverse: every family, tied and untied, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture.families import FAMILIES
+from shardwright.model.decoder import Decoder
+from shardwright.model.export import ARCHITECTURES, write_folder
+from shardwright.model.load import WeightsFolder
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 43,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
+    "qwen3": {"head_dim": 8},
+    "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 43, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt_neox": {key: value for key, value in COMMON.items() if key != "num_key_value_heads"},
+}
+CASES = [(family, tied) for family in sorted(FAMILIES) for tied in (False, True)]
+
+
+def make_theirs(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Their model with every parameter drawn anew: norms and biases too, or a swap of two would not show."""
+    fields = (SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})) | {
+        "tie_word_embeddings": tied
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model.eval()
+
+
+def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelShape, WeightsFolder, Decoder]:
+    shape = read_config(folder)
+    weights = WeightsFolder(folder)
+    weights.check(shape)
+    decoder = Decoder(shape).to(dtype)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(weights.read(name, dtype=dtype))
+    return shape, weights, decoder
+
+
+def load_theirs(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """`from_pretrained`, which must find every tensor it wants and want every tensor it finds."""
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, COMMON["vocab_size"], (2, 19), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
+    """save_pretrained -> our reader -> our writer -> from_pretrained, in one file and then in several."""
+    theirs = make_theirs(family, tied, dtype)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=10_000)
+    shape, weights, _ = load_ours(tmp_path / "theirs", dtype)
+    write_folder(
+        tmp_path / "ours",
+        shape,
+        lambda name: weights.read(name, dtype=dtype),
+        dtype=dtype,
+        max_shard_bytes=20_000 if tied else 10**9,
+    )
+    again = load_theirs(tmp_path / "ours", dtype)
+    assert type(again).__name__ == type(theirs).__name__ == ARCHITECTURES[family]
+    expected, got = theirs.state_dict(), again.state_dict()
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+    with torch.no_grad():
+        assert torch.equal(again(ids()).logits, theirs(ids()).logits)
+    assert {key: value for key, value in again.config.to_dict().items() if key != "_name_or_path"} == {
+        key: value for key, value in theirs.config.to_dict().items() if key != "_name_or_path"
+    }
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_loaded_weights_give_their_logits(tmp_path: Path, family: str, tied: bool) -> None:
+    theirs = make_theirs(family, tied)
+    theirs.save_pretrained(tmp_path)
+    _, _, decoder = load_ours(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_our_own_config_is_enough(tmp_path: Path, family: str, tied: bool) -> None:
+    """A config as a recipe writes it, without the fields that have defaults: transformers must fill in the same ones."""
+    fields = SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
+    shape = read_config({"model_type": family, **fields, "tie_word_embeddings": tied})
+    generator = torch.Generator().manual_seed(1)
+    tensors = {spec.name: torch.randn(spec.shape, generator=generator) * 0.1 for spec in shape.parameters()}
+    write_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.float32)
+    theirs = load_theirs(tmp_path / "out", torch.float32)
+    decoder = Decoder(shape)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(tensors[name])
+        torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
+    """transformers' own base class saves names without their root; tied, that is a whole model, as the published gpt2 is."""
+    theirs = make_theirs(family, True)
+    theirs.base_model.save_pretrained(tmp_path)
+    _, _, decoder = load_ours(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,106 @@
+"""Logits, loss and every gradient equal transformers' own, for every family, in float32.
+
+transformers' weights reach our decoder through the file that `save_pretrained` writes, so names and shapes are proven too.
+
+Legend: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shardwright.architecture import FAMILIES, read_config
+from shardwright.model import Decoder
+from tests.reference.cases import CASES, LONG
+
+TOLERANCE = 1e-5
+
+
+def build_theirs(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
+    """Their model with every parameter moved off its initial value, so that no norm is 1 and no bias 0."""
+    torch.manual_seed(seed)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)), attn_implementation="eager")
+    theirs = theirs.float().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return theirs
+
+
+def build_ours(config: dict[str, Any], theirs: PreTrainedModel, folder: Path, **options: Any) -> Decoder:
+    """Our decoder with their weights, read by name from their file."""
+    theirs.save_pretrained(folder)
+    ours = Decoder(read_config(config), **options)
+    copy_weights(ours, load_file(folder / "model.safetensors"))
+    return ours
+
+
+def copy_weights(ours: Decoder, tensors: dict[str, Tensor]) -> None:
+    """Fill every parameter; the sets of names and the shapes must be equal."""
+    parameters = dict(ours.named_parameters())
+    assert {name: p.shape for name, p in parameters.items()} == {name: t.shape for name, t in tensors.items()}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def gradients_by_file_name(theirs: PreTrainedModel, family: str) -> dict[str, Tensor]:
+    """Their gradients under the names of the file (gpt_neox calls its head `lm_head` in memory since 5.20)."""
+    found = {}
+    for name, parameter in theirs.named_parameters():
+        if family == "gpt_neox" and name == "lm_head.weight":
+            name = "embed_out.weight"
+        assert parameter.grad is not None
+        found[name] = parameter.grad
+    return found
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """||ours - theirs|| / ||theirs||."""
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case["model_type"] for case in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("attention", ["auto", "explicit"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients(case: str, attention: str, tmp_path: Path) -> None:
+    if attention == "explicit" and case not in ("llama", "mistral-window", "gpt2-inverse-layer-scale"):
+        pytest.skip("one path is enough here")
+    config = CASES[case]
+    theirs = build_theirs(config)
+    ours = build_ours(config, theirs, tmp_path, attention=attention)
+    ids = torch.randint(0, config["vocab_size"], (2, LONG + 1))
+    inputs_BT, labels_BT = ids[:, :-1], ids[:, 1:].clone()
+    labels_BT[0, 3:9] = -100
+
+    logits_BTV = theirs(inputs_BT, use_cache=False).logits
+    assert distance(ours(inputs_BT), logits_BTV) < TOLERANCE
+
+    loss = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=-100, reduction="sum")
+    loss.backward()
+    our_loss = ours(inputs_BT, labels_BT=labels_BT)
+    our_loss.backward()
+    assert our_loss.item() == pytest.approx(loss.item(), rel=TOLERANCE)
+
+    expected = gradients_by_file_name(theirs, config["model_type"])
+    found = {name: distance(p.grad, expected[name]) for name, p in ours.named_parameters() if p.grad is not None}
+    assert set(found) == set(expected)
+    # A key's bias moves all scores of a query (nearly) alike: its gradient is what is left of a cancellation. Rounding is
+    # therefore granted against the largest gradient too.
+    largest = max(gradient.norm() for gradient in expected.values())
+    worst = max(found, key=lambda name: found[name])
+    for name, value in found.items():
+        norm = expected[name].norm()
+        assert value * norm < TOLERANCE * norm + 1e-8 * largest, (name, value, worst, found[worst])
