@@ -32,7 +32,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
     "qwen3": {"head_dim": 8},
     "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 43, "bos_token_id": 1, "eos_token_id": 2},
-    "gpt_neox": {key: value for key, value in COMMON.items() if key != "num_key_value_heads"},
+    "gpt_neox": {key: value for key, value in COMMON.items() if key != "num_key_value_heads"} | {"hidden_size": 32},
 }
 CASES = [(family, tied) for family in sorted(FAMILIES) for tied in (False, True)]
 
@@ -73,9 +73,9 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
-    """save_pretrained -> our reader -> our writer -> from_pretrained, in one file and then in several."""
+def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool) -> None:
+    """save_pretrained -> our reader -> our writer -> from_pretrained; bf16 in several files when tied, fp32 in one when not."""
+    dtype = torch.bfloat16 if tied else torch.float32
     theirs = make_theirs(family, tied, dtype)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=10_000)
     shape, weights, _ = load_ours(tmp_path / "theirs", dtype)
@@ -100,15 +100,6 @@ def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool, dtype:
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-def test_loaded_weights_give_their_logits(tmp_path: Path, family: str, tied: bool) -> None:
-    theirs = make_theirs(family, tied)
-    theirs.save_pretrained(tmp_path)
-    _, _, decoder = load_ours(tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("family", "tied"), CASES)
 def test_our_own_config_is_enough(tmp_path: Path, family: str, tied: bool) -> None:
     """A config as a recipe writes it, without the fields that have defaults: transformers must fill in the same ones."""
     fields = SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
@@ -124,7 +115,7 @@ def test_our_own_config_is_enough(tmp_path: Path, family: str, tied: bool) -> No
         torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox", "llama"])
 def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
     """transformers' own base class saves names without their root; tied, that is a whole model, as the published gpt2 is."""
     theirs = make_theirs(family, True)
