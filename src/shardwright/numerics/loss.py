@@ -5,6 +5,7 @@ Shapes: N tokens, S supervised tokens (S <= N), C tokens of one chunk, D hidden,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,6 +64,77 @@ def _select_supervised(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Ten
     return hidden_ND.index_select(0, index_S), labels_N.index_select(0, index_S)
 
 
+@dataclass(frozen=True)
+class _Buffers:
+    """Room for one chunk, used by every chunk: fresh memory costs more than the arithmetic on a CPU."""
+
+    logits_CV: Tensor
+    """Straight from the product, in its dtype."""
+    raised_CV: Tensor
+    """Logits after bias, scale and cap, in fp32 or wider; the same memory as `logits_CV` where the dtypes agree."""
+    probs_CV: Tensor
+    """Log-probabilities, then the gradient, in fp32 or wider."""
+
+    @classmethod
+    def allocate(cls, num_tokens: int, weight_VD: Tensor, *, raise_logits: bool) -> _Buffers:
+        shape = (num_tokens, weight_VD.shape[0])
+        sum_dtype = torch.promote_types(weight_VD.dtype, torch.float32)
+        logits_CV = weight_VD.new_empty(shape)
+        separate = raise_logits and sum_dtype != weight_VD.dtype
+        return cls(
+            logits_CV=logits_CV,
+            raised_CV=weight_VD.new_empty(shape, dtype=sum_dtype) if separate else logits_CV,
+            probs_CV=weight_VD.new_empty(shape, dtype=sum_dtype),
+        )
+
+    def first(self, num_tokens: int) -> _Buffers:
+        """The first rows, for the last chunk, which may be short."""
+        return _Buffers(self.logits_CV[:num_tokens], self.raised_CV[:num_tokens], self.probs_CV[:num_tokens])
+
+
+@dataclass(frozen=True)
+class _Head:
+    """From the product to loss and gradient: what is done to logits, and undone."""
+
+    bias_V: Tensor | None
+    logit_scale: float
+    soft_cap: float | None
+    label_smoothing: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product already is the logits."""
+        return self.bias_V is None and self.logit_scale == 1.0 and self.soft_cap is None
+
+    def measure(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
+        """Summed loss of a chunk; leaves log-probabilities behind."""
+        if chunk.raised_CV.dtype != chunk.logits_CV.dtype:
+            chunk.raised_CV.copy_(chunk.logits_CV)
+        if self.bias_V is not None:
+            chunk.raised_CV.add_(self.bias_V)
+        if self.logit_scale != 1.0:
+            chunk.raised_CV.mul_(self.logit_scale)
+        if self.soft_cap is not None:
+            chunk.raised_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        torch.log_softmax(chunk.raised_CV, dim=1, dtype=chunk.probs_CV.dtype, out=chunk.probs_CV)
+        loss = -chunk.probs_CV.gather(1, labels_C1).sum()
+        if self.label_smoothing:
+            loss = (1.0 - self.label_smoothing) * loss - self.label_smoothing * chunk.probs_CV.mean(1).sum()
+        return loss
+
+    def differentiate(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
+        """d loss / d product, in place of the log-probabilities: softmax - target, back through cap (1 - tanh^2) and scale."""
+        grad_CV = chunk.probs_CV.exp_()
+        if self.label_smoothing:
+            grad_CV -= self.label_smoothing / grad_CV.shape[1]
+        grad_CV.scatter_add_(1, labels_C1, grad_CV.new_full(labels_C1.shape, self.label_smoothing - 1.0))
+        if self.soft_cap is not None:
+            grad_CV *= chunk.raised_CV.div_(self.soft_cap).square_().neg_().add_(1.0)
+        if self.logit_scale != 1.0:
+            grad_CV *= self.logit_scale
+        return grad_CV
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of token losses; the gradients are made in the forward pass and scaled in the backward pass."""
 
@@ -84,51 +156,36 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         compute_dtype = hidden_SD.dtype
         sum_dtype = torch.promote_types(compute_dtype, torch.float32)
         product_weight_VD = weight_VD.to(compute_dtype)
-        num_supervised, num_vocabulary = hidden_SD.shape[0], weight_VD.shape[0]
+        head = _Head(bias_V, logit_scale, soft_cap, label_smoothing)
+        chunks = range(0, hidden_SD.shape[0], chunk_tokens)
+        buffers = _Buffers.allocate(min(chunk_tokens, hidden_SD.shape[0]), product_weight_VD, raise_logits=not head.is_plain)
 
         loss = hidden_SD.new_zeros((), dtype=sum_dtype)
         grad_hidden_SD = torch.empty_like(hidden_SD) if wanted[0] else None
         grad_weight_VD = hidden_SD.new_zeros(weight_VD.shape, dtype=sum_dtype) if wanted[1] else None
-        grad_bias_V = hidden_SD.new_zeros(num_vocabulary, dtype=sum_dtype) if wanted[2] else None
+        grad_bias_V = hidden_SD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if wanted[2] else None
+        product_VD = torch.empty_like(product_weight_VD) if wanted[1] and compute_dtype != sum_dtype else None
 
-        for start in range(0, num_supervised, chunk_tokens):
-            rows = slice(start, min(start + chunk_tokens, num_supervised))
-            hidden_CD, labels_C1 = hidden_SD[rows], labels_S[rows].unsqueeze(1)
-            logits_CV = (hidden_CD @ product_weight_VD.T).to(sum_dtype)
-            if bias_V is not None:
-                logits_CV += bias_V
-            if logit_scale != 1.0:
-                logits_CV *= logit_scale
-            if soft_cap is not None:
-                logits_CV.div_(soft_cap).tanh_().mul_(soft_cap)
-            log_probs_CV = torch.log_softmax(logits_CV, dim=1)
-            loss -= (1.0 - label_smoothing) * log_probs_CV.gather(1, labels_C1).sum()
-            if label_smoothing:
-                loss -= label_smoothing / num_vocabulary * log_probs_CV.sum()
+        for start in chunks:
+            hidden_CD, labels_C1 = hidden_SD[start : start + chunk_tokens], labels_S[start : start + chunk_tokens].unsqueeze(1)
+            chunk = buffers.first(hidden_CD.shape[0])
+            torch.mm(hidden_CD, product_weight_VD.T, out=chunk.logits_CV)
+            loss += head.measure(chunk, labels_C1)
             if not any(wanted):
                 continue
-
-            # d loss / d logits = softmax - target, then back through the cap (1 - tanh^2) and the scale.
-            grad_CV = log_probs_CV.exp_()
-            if label_smoothing:
-                grad_CV -= label_smoothing / num_vocabulary
-            grad_CV.scatter_add_(1, labels_C1, grad_CV.new_full(labels_C1.shape, label_smoothing - 1.0))
-            if soft_cap is not None:
-                grad_CV *= logits_CV.div_(soft_cap).square_().neg_().add_(1.0)
-            if logit_scale != 1.0:
-                grad_CV *= logit_scale
-            del logits_CV, log_probs_CV
+            grad_CV = head.differentiate(chunk, labels_C1)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
-            grad_CV = grad_CV.to(compute_dtype)
+            if compute_dtype != sum_dtype:
+                grad_CV = chunk.logits_CV.copy_(grad_CV)  # the logits are spent; their room is of the dtype of the products
             if grad_hidden_SD is not None:
-                torch.mm(grad_CV, product_weight_VD, out=grad_hidden_SD[rows])
-            if grad_weight_VD is not None:
-                if sum_dtype == compute_dtype:
-                    grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
-                else:
-                    grad_weight_VD += grad_CV.T @ hidden_CD
-            del grad_CV
+                torch.mm(grad_CV, product_weight_VD, out=grad_hidden_SD[start : start + chunk_tokens])
+            if grad_weight_VD is None:
+                continue
+            if product_VD is None:
+                grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
+            else:
+                grad_weight_VD += torch.mm(grad_CV.T, hidden_CD, out=product_VD)
 
         ctx.save_for_backward(grad_hidden_SD, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (hidden_SD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
