@@ -166,6 +166,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gpt2-untied-unscaled": {**_GPT2, "tie_word_embeddings": False, "scale_attn_weights": False, "activation_function": "relu"},
     "gpt_neox": _gpt_neox(rotary_pct=0.5),
+    "gpt_neox-odd-rotary-width": _gpt_neox(num_attention_heads=8),
     "gpt_neox-sequential-tied": _gpt_neox(use_parallel_residual=False, tie_word_embeddings=True, rotary_pct=1.0),
     "gpt_neox-no-attention-bias-newer": _gpt_neox(
         attention_bias=False,

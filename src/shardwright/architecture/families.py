@@ -11,10 +11,10 @@ from typing import Any
 from shardwright.architecture import names
 from shardwright.architecture.fields import Fields
 from shardwright.architecture.positions import read_rope_of_model, read_ropes_by_layer_type
-from shardwright.architecture.shape import LayerShape, ModelShape, RopeShape
+from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
 from shardwright.errors import ArchitectureError
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwright.errors import ArchitectureError, nearest
+
+Choice = TypeVar("Choice")
 
 
 class Fields:
@@ -66,10 +68,10 @@ class Fields:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def choice(self, name: str, allowed: Mapping[str, str], default: str) -> str:
+    def choice(self, name: str, allowed: Mapping[str, Choice], default: str) -> Choice:
         """One of the keys of `allowed`, translated."""
         value = self._given(name, default)
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise self._wrong(name, value, ", ".join(sorted(allowed)))
         return allowed[value]
 

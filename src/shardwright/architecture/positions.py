@@ -76,16 +76,16 @@ def _read_rope(fields: Fields, head_dim: int, max_positions: int, theta: float, 
     kind = fields.take("rope_type", older) or older or "default"
     theta = fields.number("rope_theta", theta, exclusive=True)
     rotary_dim = int(head_dim * fields.number("partial_rotary_factor", fraction, exclusive=True))
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ArchitectureError(
             "this rope scaling is not supported", field=fields.path("rope_type"), got=repr(kind), allowed=", ".join(_KINDS)
         )
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+    if not 0 < 2 * math.ceil(rotary_dim / 2) <= head_dim:
         raise ArchitectureError(
-            "rotation needs an even number of features per head, at most the head's width",
+            f"features turn in pairs, and {rotary_dim} features do not fit into a head of {head_dim}",
             field=fields.path("partial_rotary_factor"),
-            got=rotary_dim,
-            allowed=f"an even number up to {head_dim}",
+            got=rotary_dim / head_dim,
+            allowed=f"{2 / head_dim:.3g} to {head_dim // 2 * 2 / head_dim:.3g}",
         )
     if kind in ("llama3", "yarn", "longrope", "su"):
         given = fields.take("original_max_position_embeddings", max_positions)
@@ -166,8 +166,8 @@ def _longrope(fields: Fields, theta: float, rotary_dim: int, max_positions: int,
         factor=factor,
         attention_factor=fields.number("attention_factor", scaled, exclusive=True),
         original_max_position_embeddings=original,
-        short_factors=_factors(fields, "short_factor", rotary_dim // 2),
-        long_factors=_factors(fields, "long_factor", rotary_dim // 2),
+        short_factors=_factors(fields, "short_factor", math.ceil(rotary_dim / 2)),
+        long_factors=_factors(fields, "long_factor", math.ceil(rotary_dim / 2)),
     )
 
 

@@ -16,6 +16,8 @@ from shardwright.architecture.names import LLAMA, Names
 from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
 from shardwright.errors import ArchitectureError
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
 
 @dataclass(frozen=True)
 class RopeShape:
@@ -74,7 +76,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     ropes: tuple[RopeShape, ...] = ()
     names: Names = LLAMA
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Activation = "silu"
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
