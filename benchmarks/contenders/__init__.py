@@ -1,0 +1,18 @@
+"""Who is measured: contender's name -> module with `run(case, pace)`. Imported in the rank that needs it and nowhere else,
+so that nobody's memory holds another's imports."""
+
+CONTENDERS = {
+    "shardwright": "benchmarks.contenders.with_shardwright",
+    "torch-loop": "benchmarks.contenders.with_torch",
+    "torch-loop-own-decoder": "benchmarks.contenders.with_torch_own_decoder",
+    "deepspeed": "benchmarks.contenders.with_deepspeed",
+    "trainer": "benchmarks.contenders.with_trainer",
+}
+
+TITLES = {
+    "shardwright": "shardwright",
+    "torch-loop": "hand-written PyTorch loop, transformers' model",
+    "torch-loop-own-decoder": "hand-written PyTorch loop, shardwright's decoder",
+    "deepspeed": "DeepSpeed, transformers' model",
+    "trainer": "Hugging Face Trainer with Accelerate",
+}

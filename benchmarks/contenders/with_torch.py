@@ -1,0 +1,121 @@
+"""The minimal loop a careful person writes in PyTorch around transformers' model.
+
+zero_stage 0 is DDP, 1 is DDP with ZeroRedundancyOptimizer, 3 is FSDP2 (`fully_shard` per layer and on the root). bf16 is
+autocast over fp32 weights under DDP and FSDP2's MixedPrecisionPolicy under FSDP2, both with fp32 gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.case import Case, batch_of_step, read_model_config, synthetic_tokens
+from benchmarks.pace import Pace
+
+ModelLoss = Callable[[nn.Module, Tensor], Tensor]
+"""(module as wrapped, input ids [B, T]) -> mean token loss."""
+
+
+def run(case: Case, pace: Pace) -> None:
+    """Train transformers' model until the pace says stop."""
+    model = load_transformers_model(case).train()
+    bf16 = case.precision == "bf16"
+    train(case, pace, model, list(model.model.layers), transformers_loss, autocast=bf16, compile_layers=case.compile)
+
+
+def load_transformers_model(case: Case) -> Any:
+    """The case's model, fp32, on the case's device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if case.random_weights:
+        torch.manual_seed(0)
+        with torch.device(case.device):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.weights_dir), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(case.weights_dir, dtype=torch.float32).to(case.device)
+
+
+def transformers_loss(module: nn.Module, input_ids_BT: Tensor) -> Tensor:
+    """Mean token loss; transformers shifts the labels itself."""
+    loss: Tensor = module(input_ids=input_ids_BT, labels=input_ids_BT).loss
+    return loss
+
+
+def train(
+    case: Case,
+    pace: Pace,
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    model_loss: ModelLoss,
+    *,
+    autocast: bool,
+    compile_layers: bool,
+) -> None:
+    """The loop, for any model whose loss `model_loss` computes."""
+    rank = int(os.environ.get("RANK", "0"))
+    if case.world_size > 1:
+        dist.init_process_group("gloo" if case.device == "cpu" else "nccl")
+    if compile_layers:
+        for layer in layers:
+            layer.compile()
+    module, optimizer = wrap(case, model, layers)
+    tokens = synthetic_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
+    pace.details["wrapped"] = type(module).__name__
+    use_autocast = autocast and case.zero_stage != 3
+    step, going = 0, pace.begin()
+    while going:
+        input_ids_BT = batch_of_step(tokens, case, step, rank).to(case.device)
+        with torch.autocast(case.device, torch.bfloat16) if use_autocast else contextlib.nullcontext():
+            loss = model_loss(module, input_ids_BT)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), case.optimisation.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        going = pace.step_done(loss.detach())
+        step += 1
+
+
+def wrap(case: Case, model: nn.Module, layers: Iterable[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model cut as its zero_stage says, and its optimizer."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if case.world_size == 1:
+        return model, torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
+    if case.zero_stage == 3:
+        policy = MixedPrecisionPolicy()
+        if case.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        return model, torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
+    module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if case.zero_stage == 0:
+        return module, torch.optim.AdamW(decay_groups(case, model), **adamw_settings(case))
+    if case.zero_stage != 1:
+        raise ValueError(f"the hand-written loop knows zero_stage 0, 1 and 3, not {case.zero_stage}")
+    sharded: Any = ZeroRedundancyOptimizer(
+        decay_groups(case, model), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=False, **adamw_settings(case)
+    )
+    return module, sharded
+
+
+def decay_groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices are decayed, norms are not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": case.optimisation.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def adamw_settings(case: Case) -> dict[str, Any]:
+    """Arguments of torch's AdamW; the fused kernel, which exists on CPU and CUDA."""
+    chosen = case.optimisation
+    return {"lr": chosen.learning_rate, "betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "fused": True}

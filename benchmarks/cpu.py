@@ -1,0 +1,250 @@
+"""`make bench`: shardwright beside its peers on two CPU ranks, interleaved in one run.
+
+    python -m benchmarks.cpu                      everything (about 13 minutes on two cores)
+    python -m benchmarks.cpu --list               names of the comparisons and their contenders
+    python -m benchmarks.cpu --case zero3-bf16    one comparison; repeatable
+    python -m benchmarks.cpu --contender shardwright --contender torch-loop
+
+A comparison is a zero_stage and a precision. All its contenders are started in fresh processes, warmed up, and then timed in
+turn (A B C A B C ...), so that what slows the machine slows them alike; each keeps one thread per rank. All begin from one
+set of weights and read the same tokens: a contender whose first loss differs from the others' is an error, not a row.
+Results go to `<out>/cpu-two-ranks.json`; `python -m benchmarks.table` writes them out for docs/benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.case import LLAMA_29M, Case, Precision
+from benchmarks.conditions import read_conditions
+from benchmarks.launch import Ranks, RanksFailed
+
+SCHEMA_VERSION = 1
+FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
+"""Relative; bf16 kernels round differently (autocast keeps some operations in fp32)."""
+NEEDS = {"deepspeed": "deepspeed", "trainer": "accelerate"}
+"""Contender -> package it needs."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Contenders that do the same work."""
+
+    zero_stage: int
+    precision: Precision
+    contenders: tuple[str, ...]
+    compile: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `--case` takes it."""
+        return f"zero{self.zero_stage}-{self.precision}" + ("-compile" if self.compile else "")
+
+
+LOOPS = ("shardwright", "torch-loop", "torch-loop-own-decoder")
+DEFAULT = tuple(
+    comparison
+    for precision in ("fp32", "bf16")
+    for comparison in (
+        Comparison(0, precision, (*LOOPS, "deepspeed", "trainer")),  # type: ignore[arg-type]
+        Comparison(1, precision, (*LOOPS, "deepspeed")),  # type: ignore[arg-type]
+        Comparison(3, precision, (*LOOPS, "deepspeed")),  # type: ignore[arg-type]
+    )
+)
+ON_REQUEST = (
+    Comparison(0, "fp32", LOOPS, compile=True),
+    Comparison(0, "bf16", LOOPS, compile=True),
+    Comparison(3, "bf16", LOOPS, compile=True),
+)
+
+
+def main() -> int:
+    """Exit code 0 when every comparison gave numbers, 1 when one failed, 2 for a name that does not exist."""
+    arguments = parse_arguments()
+    known = {comparison.name: comparison for comparison in (*DEFAULT, *ON_REQUEST)}
+    if arguments.list:
+        for comparison in known.values():
+            print(f"{comparison.name:20}{' '.join(comparison.contenders)}{'' if comparison in DEFAULT else '   (on request)'}")
+        return 0
+    unknown = [name for name in arguments.case if name not in known]
+    if unknown:
+        print(f"No comparison {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
+        return 2
+    chosen = [known[name] for name in arguments.case] or list(DEFAULT)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "conditions": read_conditions(), "skipped": {}, "comparisons": []}
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        write_initial_weights(Path(folder), arguments)
+        for comparison in chosen:
+            contenders = available(comparison, arguments.contender, result["skipped"])
+            try:
+                measured = measure(replace(comparison, contenders=contenders), folder, arguments)
+            except RanksFailed as error:
+                failed += 1
+                print(f"{comparison.name} failed: {error}", file=sys.stderr)
+                continue
+            result["comparisons"].append(measured)
+            print_comparison(measured)
+    (arguments.out / "cpu-two-ranks.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{arguments.out / 'cpu-two-ranks.json'}")
+    return 1 if failed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the comparisons and leave")
+    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="measure this comparison only; repeatable")
+    parser.add_argument("--contender", action="append", default=[], metavar="NAME", help="measure these contenders only")
+    parser.add_argument("--rounds", type=int, default=5, help="timed blocks per contender (default 5)")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps per block (default 2)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the first timed block (default 2)")
+    parser.add_argument("--layers", type=int, default=LLAMA_29M["num_hidden_layers"], help="cut the model down, for a quick look")
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds that one start or block may take")
+    return parser.parse_args()
+
+
+def write_initial_weights(folder: Path, arguments: argparse.Namespace) -> None:
+    """config.json and model.safetensors that every contender starts from, made in a process of its own."""
+    config = LLAMA_29M | {"num_hidden_layers": arguments.layers}
+    program = (
+        "import json, sys, torch\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "torch.manual_seed(0)\n"
+        "config = AutoConfig.for_model(**json.loads(sys.argv[2]))\n"
+        "AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(sys.argv[1])\n"
+    )
+    made = subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(config)], capture_output=True, text=True)
+    if made.returncode != 0:
+        raise RanksFailed(f"the initial weights could not be made:\n{made.stderr}")
+
+
+def available(comparison: Comparison, wanted: list[str], skipped: dict[str, str]) -> tuple[str, ...]:
+    """Contenders whose packages are installed; the others are noted in `skipped` with the reason."""
+    kept = []
+    for contender in comparison.contenders:
+        if wanted and contender not in wanted:
+            continue
+        package = NEEDS.get(contender)
+        if package is not None and importlib.util.find_spec(package) is None:
+            skipped[contender] = f"the package {package} is not installed"
+            continue
+        kept.append(contender)
+    return tuple(kept)
+
+
+def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time the contenders in turn.
+
+    Raises:
+        RanksFailed: a rank died or hung, or a contender's first loss differs: it does not do the same work.
+    """
+    cases = [
+        Case(
+            contender=contender,
+            zero_stage=comparison.zero_stage,
+            precision=comparison.precision,
+            compile=comparison.compile,
+            weights_dir=folder,
+            sequence_length=arguments.sequence_length,
+            micro_batch_size=arguments.micro_batch_size,
+        )
+        for contender in comparison.contenders
+    ]
+    rows: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        running: list[tuple[str, Ranks]] = []
+        for case in cases:
+            ranks = stack.enter_context(Ranks(case, arguments.out / "logs", time_limit_seconds=arguments.time_limit))
+            started = ranks.wait_ready()
+            first = ranks.run_block(arguments.warmup)
+            rows[case.contender] = {"details": started[0]["details"], "blocks": [], "warmup": first, "start_up": started}
+            running.append((case.contender, ranks))
+        check_first_losses(comparison, rows)
+        for _ in range(arguments.rounds):
+            for contender, ranks in running:
+                rows[contender]["blocks"].append(ranks.run_block(arguments.steps))
+    for row in rows.values():
+        summarise(row, cases[0].tokens_per_step * arguments.steps)
+    return {
+        "name": comparison.name,
+        "zero_stage": comparison.zero_stage,
+        "precision": comparison.precision,
+        "compile": comparison.compile,
+        "world_size": cases[0].world_size,
+        "sequence_length": arguments.sequence_length,
+        "micro_batch_size": arguments.micro_batch_size,
+        "rounds": arguments.rounds,
+        "steps_per_round": arguments.steps,
+        "warmup_steps": arguments.warmup,
+        "contenders": rows,
+    }
+
+
+def check_first_losses(comparison: Comparison, rows: dict[str, dict[str, Any]]) -> None:
+    """Equal first losses prove equal weights, tokens and loss."""
+    first = {name: mean_over_ranks(row["warmup"])[0] for name, row in rows.items()}
+    middle = median(first.values())
+    worst = max(abs(loss - middle) / middle for loss in first.values())
+    if worst > FIRST_LOSS_TOLERANCE[comparison.precision]:
+        raise RanksFailed(f"{comparison.name}: first losses differ by {worst:.1e}: {first}")
+
+
+def mean_over_ranks(replies: list[dict[str, Any]]) -> list[float]:
+    """Loss of each step of a block; every rank holds as many tokens."""
+    return [sum(losses) / len(losses) for losses in zip(*(reply["losses"] for reply in replies), strict=True)]
+
+
+def summarise(row: dict[str, Any], tokens_per_block: int) -> None:
+    """Replace a row's raw replies by its figures.
+
+    `peak_memory_bytes` is the largest resident high-water mark of a rank during timed blocks, `start_up_memory_bytes` that of
+    everything before (imports, loading, cutting, warm-up).
+    """
+    blocks, warmup, start_up = row.pop("blocks"), row.pop("warmup"), row.pop("start_up")
+    rates = [tokens_per_block / max(reply["seconds"] for reply in block) for block in blocks]
+    losses = mean_over_ranks(warmup) + [loss for block in blocks for loss in mean_over_ranks(block)]
+    row |= {
+        "tokens_per_second": median(rates),
+        "tokens_per_second_lowest": min(rates),
+        "tokens_per_second_highest": max(rates),
+        "peak_memory_bytes": max(reply["peak_rss_bytes"] for block in blocks for reply in block),
+        "start_up_memory_bytes": max(
+            [reply["peak_rss_bytes"] for reply in warmup] + [reply["start_up"]["peak_rss_bytes"] for reply in start_up]
+        ),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "tokens_per_second_by_round": rates,
+    }
+
+
+def print_comparison(measured: dict[str, Any]) -> None:
+    """A few lines for the terminal."""
+    ours = measured["contenders"].get("shardwright")
+    print(f"{measured['name']}:", flush=True)
+    for name, row in measured["contenders"].items():
+        ratio = f"  shardwright is {ours['tokens_per_second'] / row['tokens_per_second']:.2f}x" if ours and row is not ours else ""
+        print(
+            f"  {name:24}{row['tokens_per_second']:8.0f} tok/s ({row['tokens_per_second_lowest']:.0f} to "
+            f"{row['tokens_per_second_highest']:.0f}) {row['peak_memory_bytes'] / 2**20:7.0f} MiB  loss {row['first_loss']:.4f} -> "
+            f"{row['last_loss']:.4f}{ratio}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Starts the rank processes of a case and talks to them: the parent's side of `pace.py`. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from benchmarks.case import Case
+
+LOG_TAIL_LINES = 15
+
+
+class RanksFailed(RuntimeError):
+    """A rank ended or went silent; the message holds the end of its log."""
+
+
+class Ranks:
+    """The processes of one case, alive from entering to leaving the context.
+
+    Args:
+        case: what they run.
+        logs_dir: where what they print goes, one file per rank.
+        time_limit_seconds: how long the start or one block may take.
+    """
+
+    def __init__(self, case: Case, logs_dir: Path, *, time_limit_seconds: float, threads_per_rank: int | None = 1) -> None:
+        self.case, self._logs_dir, self._limit, self._threads = case, logs_dir, time_limit_seconds, threads_per_rank
+        self._processes: list[subprocess.Popen[str]] = []
+        self._replies: list[TextIO] = []
+
+    def __enter__(self) -> Ranks:
+        self._logs_dir.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        for rank in range(self.case.world_size):
+            self._start(rank, port)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes:
+            if kind is None and process.poll() is None:
+                self._tell(process, "stop")
+        for process in self._processes:
+            try:
+                process.wait(timeout=30 if kind is None else 0.1)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for replies in self._replies:
+            replies.close()
+
+    def wait_ready(self) -> list[dict[str, Any]]:
+        """Start-up reply of every rank: model built and wrapped, nothing trained yet."""
+        return self._collect()
+
+    def run_block(self, steps: int) -> list[dict[str, Any]]:
+        """Run `steps` optimizer steps; one reply per rank (seconds, losses, memory)."""
+        for process in self._processes:
+            self._tell(process, str(steps))
+        return self._collect()
+
+    def _start(self, rank: int, port: int) -> None:
+        read_fd, write_fd = os.pipe()
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.case.world_size),
+            "LOCAL_WORLD_SIZE": str(self.case.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self._threads is not None:
+            environment |= {name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        with self._log(rank).open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.rank", self.case.to_json(), str(write_fd)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[write_fd],
+                env=environment,
+                cwd=Path(__file__).resolve().parents[1],
+                text=True,
+            )
+        os.close(write_fd)
+        self._processes.append(process)
+        self._replies.append(os.fdopen(read_fd))
+
+    def _tell(self, process: subprocess.Popen[str], command: str) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(command + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return  # it is dead; the read that follows says so with its log
+
+    def _collect(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + self._limit
+        with selectors.DefaultSelector() as selector:
+            for rank, replies in enumerate(self._replies):
+                selector.register(replies, selectors.EVENT_READ, rank)
+            messages: dict[int, dict[str, Any]] = {}
+            while len(messages) < len(self._replies):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise RanksFailed(f"{self.case.name}: no answer within {self._limit:.0f} s. {self._log_tail()}")
+                for key, _ in ready:
+                    line = self._replies[key.data].readline()  # ranks write whole lines
+                    if not line:
+                        raise RanksFailed(f"{self.case.name}: rank {key.data} ended. {self._log_tail(key.data)}")
+                    messages[key.data] = json.loads(line)
+                    selector.unregister(key.fileobj)
+        return [messages[rank] for rank in sorted(messages)]
+
+    def _log(self, rank: int) -> Path:
+        return self._logs_dir / f"{self.case.name}-rank{rank}.log"
+
+    def _log_tail(self, rank: int = 0) -> str:
+        lines = self._log(rank).read_text(errors="replace").splitlines()
+        return f"End of {self._log(rank)}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
