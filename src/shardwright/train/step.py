@@ -1,0 +1,172 @@
+"""One optimizer step: gradients under one normaliser, one norm, one clip, one decision to skip.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwright.data.loader import MicroBatch
+from shardwright.model import DropoutKey
+from shardwright.numerics import LossScaler, clip_coefficient, global_norm, scale_
+from shardwright.optim import set_learning_rate
+from shardwright.parallel import ParallelModel
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """What the forward passes of one step gave, summed over all ranks and micro-batches."""
+
+    loss_sum: Tensor
+    """Sum of the supervised tokens' losses in nats, a scalar on the device (reading it waits for the device)."""
+    supervised_tokens: Tensor
+    """Their number, a scalar on the device."""
+
+    def mean(self) -> float:
+        """Loss per supervised token, in nats."""
+        return float(self.loss_sum / self.supervised_tokens.clamp(min=1))
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """What became of the step's gradients; equal on every rank."""
+
+    gradient_norm: float
+    """L2 norm of the whole model's gradient, before clipping; inf or nan when the step was skipped for it."""
+    skipped: bool
+
+
+@dataclass
+class StepTimes:
+    """Marks between the parts of a step; `seconds` adds up what lies between them.
+
+    On CUDA a mark is an event in the stream, which costs the host nothing; the sums wait for the device. `reduction` is what is
+    left of the gradients' sums when the backward pass has reached the embeddings: the part that nothing hides.
+    """
+
+    device: torch.device
+    _marks: list[tuple[str, float | torch.cuda.Event]] = field(default_factory=list)
+
+    def mark(self, part: str) -> None:
+        """What began at the last mark ends here, and belongs to `part`."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    def start(self) -> None:
+        """Forget the last step; time runs from here."""
+        self._marks.clear()
+        self.mark("")
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per part: forward, backward, reduction, optimizer."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        total = dict.fromkeys(("forward", "backward", "reduction", "optimizer"), 0.0)
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(before, float):
+                assert isinstance(after, float)
+                total[part] += after - before
+            else:
+                assert isinstance(after, torch.cuda.Event)
+                total[part] += before.elapsed_time(after) / 1000.0
+        return total
+
+
+def accumulate_gradients(
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    seed: int,
+    step: int,
+    loss_scale: float = 1.0,
+    times: StepTimes | None = None,
+) -> StepLoss:
+    """Forward and backward of a step's micro-batches: gradients are those of loss_sum / supervised_tokens, times `loss_scale`.
+
+    One normaliser: the supervised tokens of all micro-batches of all ranks are counted first, every summed loss is divided by
+    that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens change the result.
+
+    Args:
+        micro_batches: this rank's, the same number on every rank.
+        seed: of the run, for dropout.
+        step: the optimizer step, for dropout.
+        loss_scale: for fp16; divided out in `update`.
+        times: gets the marks of forward, backward and the reduction that nothing hides.
+    """
+    times = times or StepTimes(torch.device("cpu"))
+    times.start()
+    tokens = torch.tensor(sum(batch.num_supervised for batch in micro_batches), dtype=torch.int64, device=model.device)
+    model.sum_over_data(tokens)
+    # Where nothing is supervised the sum is zero, and so are its gradients: dividing by one keeps them zero and not nan.
+    scale = loss_scale / tokens.clamp(min=1).to(torch.float64)
+    loss_sum: Tensor | None = None
+    for number, batch in enumerate(micro_batches):
+        batch = batch.to(model.device)
+        with model.synchronising(last=number == len(micro_batches) - 1), model.at_backward_end(lambda: times.mark("backward")):
+            loss = model.module(
+                batch.input_ids_BT,
+                positions_BT=batch.positions_BT,
+                document_ids_BT=batch.document_ids_BT,
+                labels_BT=batch.labels_BT,
+                dropout=DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None,
+            )
+            times.mark("forward")
+            loss.backward(scale.to(loss.dtype))
+            times.mark("reduction")
+        loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
+    assert loss_sum is not None, "a step has at least one micro-batch"
+    model.finish_gradients()
+    loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
+    times.mark("reduction")
+    return StepLoss(loss_sum, tokens)
+
+
+def update(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    learning_rate: float,
+    max_grad_norm: float | None,
+    scaler: LossScaler | None = None,
+    times: StepTimes | None = None,
+) -> StepUpdate:
+    """Norm, clip, optimizer step, gradients dropped. A gradient that is not finite anywhere makes every rank skip.
+
+    The norm is the same number on every rank (shards are summed over all that hold one), so the decision is, too, without asking.
+
+    Args:
+        learning_rate: for this step, every group.
+        max_grad_norm: clip to this global norm; None clips nothing.
+        scaler: fp16's loss scale, by which the gradients are still multiplied.
+        times: gets the mark of the optimizer.
+    """
+    loss_scale = 1.0 if scaler is None else scaler.scale
+    gradients = model.gradients()
+    norm = global_norm(gradients, model.sum_over) / loss_scale
+    gradient_norm = float(norm)
+    skipped = not math.isfinite(gradient_norm)
+    if scaler is not None:
+        skipped = scaler.update(skipped)
+    if not skipped:
+        factor = 1.0 / loss_scale
+        if max_grad_norm is not None:
+            factor *= float(clip_coefficient(norm, max_grad_norm))
+        if factor != 1.0:
+            scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
+        set_learning_rate(optimizer, learning_rate)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if times is not None:
+        times.mark("optimizer")
+    return StepUpdate(gradient_norm, skipped)
