@@ -30,7 +30,15 @@ class Sample(NamedTuple):
 class TokenDataset(Protocol):
     """Samples by index. `epoch` chooses among equivalent ways to cut the same tokens, where the dataset has several."""
 
-    sequence_length: int
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+        ...
+
+    @property
+    def num_supervised(self) -> int:
+        """Tokens predicted in one pass over all samples."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -61,6 +69,11 @@ class WindowDataset:
         if self.whole:
             return -((1 - num_tokens) // length)
         return 0 if num_tokens < length + 1 else max(1, (num_tokens - length) // length)
+
+    @property
+    def num_supervised(self) -> int:
+        """Tokens predicted in one pass."""
+        return max(0, len(self.tokens) - 1) if self.whole else len(self) * self.sequence_length
 
     def offset(self, epoch: int) -> int:
         """First token of the first window of an epoch."""

@@ -5,7 +5,6 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,12 +33,18 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same batch on a device; copies from pinned memory do not block."""
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return MicroBatch(
+            input_ids_BT=move(self.input_ids_BT),
+            labels_BT=move(self.labels_BT),
+            positions_BT=move(self.positions_BT),
+            document_ids_BT=None if self.document_ids_BT is None else move(self.document_ids_BT),
+            sample_indices_B=move(self.sample_indices_B),
+            num_supervised=self.num_supervised,
+        )
 
 
 def step_micro_batches(dataset: TokenDataset, order: SampleOrder, batch: BatchPlan, step: int, data_rank: int) -> list[MicroBatch]:

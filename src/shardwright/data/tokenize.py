@@ -1,137 +1,163 @@
-"""How text becomes ids: tokenizers from a folder, trained on the corpus, or one id per character.
+"""Where a tokenizer comes from: a folder, or training on the corpus.
 
-No torch here, and transformers only for folders that have no tokenizer.json.
+No torch here; transformers only for folders that lack a tokenizer.json.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import tokenizers
 
+from shardwright.data.tokenizer import CHARACTER_SPLIT, CharacterTokenizer, FastTokenizer, Tokenizer
 from shardwright.errors import TokenizerError
 
-IdArray = npt.NDArray[np.uint32]
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+
+__all__ = ["CharacterTokenizer", "FastTokenizer", "Tokenizer", "load_tokenizer", "train_bpe", "train_characters"]
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back."""
+def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
+    """A byte-level BPE (words split as GPT-2 splits them) with an end-of-text token as id 0; deterministic.
 
-    @property
-    def kind(self) -> str:
-        """huggingface, bpe or character."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id there is."""
-        ...
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id that ends a document, if there is one."""
-        ...
-
-    @property
-    def content_hash(self) -> str:
-        """Hex; equal for tokenizers that encode equally because they were saved equal."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt: with the tokenizer's own first tokens, without an end. Text never becomes a special token."""
-        ...
-
-    def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
-        """Ids of each text alone, without special tokens at either end."""
-        ...
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Ids that the tokenizer puts before a document."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, special tokens written out."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, such that transformers' AutoTokenizer reads the folder."""
-        ...
+    Fewer than `vocab_size` tokens come out when the text holds no further pair to merge.
+    """
+    if vocab_size <= NUM_BYTES:
+        raise TokenizerError(
+            "too small for the 256 bytes and the end-of-text token",
+            field="tokenizer.vocab_size",
+            got=vocab_size,
+            allowed=f"{NUM_BYTES + 1} or more",
+        )
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE())
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    fast.train_from_iterator(texts, trainer)
+    return FastTokenizer(fast, "bpe", END_OF_TEXT)
 
 
-class CharacterTokenizer:
-    """One id per character, in order of code point; no special tokens."""
-
-    kind = "character"
-    eos_id: int | None = None
-    prefix_ids: tuple[int, ...] = ()
-
-    def __init__(self, characters: Iterable[str]) -> None:
-        self._characters = "".join(sorted(set(characters)))
-        points = np.array([ord(character) for character in self._characters], dtype=np.uint32)
-        self._id_of = np.full(int(points.max(initial=0)) + 2, len(points), dtype=np.uint32)
-        self._id_of[points] = np.arange(len(points), dtype=np.uint32)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of characters."""
-        return len(self._characters)
-
-    @property
-    def content_hash(self) -> str:
-        """Hash of the alphabet."""
-        return hashlib.blake2b(self._characters.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-    def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
-        """Ids of each text."""
-        return [self._encode(text) for text in texts]
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt."""
-        ids: list[int] = self._encode(text).tolist()
-        return ids
-
-    def _encode(self, text: str) -> IdArray:
-        points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-        ids = self._id_of[np.minimum(points, len(self._id_of) - 1)]
-        if len(unknown := np.flatnonzero(ids == self.vocab_size)):
-            character = text[int(unknown[0])]
-            raise TokenizerError(
-                "the character tokenizer does not know this character",
-                field="tokenizer",
-                got=f"{character!r} (U+{ord(character):04X})",
-                allowed=f"the {self.vocab_size} characters of its training sources",
-                remedy="Leave the character out, or train with sources that hold it",
-            )
-        return ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids."""
-        return "".join(self._characters[index] for index in ids)
-
-    def save(self, folder: Path) -> None:
-        """Write the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        vocabulary = {character: index for index, character in enumerate(self._characters)}
-        fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=vocabulary))
-        fast.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
-        fast.decoder = tokenizers.decoders.Fuse()
-        fast.save(str(folder / "tokenizer.json"))
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def train_characters(texts: Iterator[str]) -> CharacterTokenizer:
+    """The alphabet of the texts."""
+    alphabet: set[str] = set()
+    for text in texts:
+        alphabet.update(text)
+    return CharacterTokenizer(alphabet)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that a folder holds."""
-    path = Path(folder) / "tokenizer.json"
+    """The tokenizer of a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt, or what transformers makes of it.
+
+    Raises:
+        TokenizerError: none is there, or it cannot be read.
+    """
+    folder = Path(folder)
+    try:
+        if (folder / "tokenizer.json").is_file():
+            return _load_fast(folder)
+        if pair := _vocabulary_and_merges(folder):
+            return _load_gpt2(*pair)
+    except (OSError, ValueError, KeyError) as error:
+        raise TokenizerError(f"the tokenizer cannot be read: {error}", field="tokenizer.path", got=str(folder)) from error
+    if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.model").is_file():
+        return _load_through_transformers(folder)
+    raise TokenizerError(
+        "no tokenizer here",
+        field="tokenizer.path",
+        got=str(folder),
+        allowed="a folder with tokenizer.json, or with vocab.json and merges.txt",
+        remedy="Name one in tokenizer.path, or choose tokenizer.kind: bpe or character",
+    )
+
+
+def _load_fast(folder: Path) -> Tokenizer:
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    content = json.loads(text)
+    model, splitter = content["model"], content.get("pre_tokenizer") or {}
+    if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": CHARACTER_SPLIT} and not content["added_tokens"]:
+        characters = sorted(model["vocab"], key=model["vocab"].get)
+        tokenizer = CharacterTokenizer(characters)
+        if [model["vocab"][character] for character in characters] == list(range(tokenizer.vocab_size)):
+            return tokenizer
+    try:
+        fast = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"tokenizer.json: {error}") from error
+    return FastTokenizer(fast, "huggingface", _end_of_text(folder, fast), folder)
+
+
+def _end_of_text(folder: Path, fast: Any) -> str | None:
+    """The end-of-text token as the folder's files name it, the tokenizer's own before the model's."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read_json(folder / name).get("eos_token")
+        if token:
+            return str(token["content"] if isinstance(token, dict) else token)
+    for name in ("generation_config.json", "config.json"):
+        index = _read_json(folder / name).get("eos_token_id")
+        if isinstance(index, list):
+            index = index[0] if index else None
+        if index is not None and fast.id_to_token(index) is not None:
+            return str(fast.id_to_token(index))
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     content = json.loads(path.read_text(encoding="utf-8"))
-    return CharacterTokenizer(content["model"]["vocab"])
+    return content if isinstance(content, dict) else {}
+
+
+def _vocabulary_and_merges(folder: Path) -> tuple[Path, Path] | None:
+    """GPT-2's pair of files; a common prefix (gpt2_vocab.json, gpt2_merges.txt) is allowed where only one pair fits."""
+    exact = folder / "vocab.json", folder / "merges.txt"
+    if exact[0].is_file() and exact[1].is_file():
+        return exact
+    pairs = [
+        (vocabulary, merges)
+        for vocabulary in sorted(folder.glob("*vocab.json"))
+        if (merges := vocabulary.with_name(vocabulary.name.removesuffix("vocab.json") + "merges.txt")).is_file()
+    ]
+    return pairs[0] if len(pairs) == 1 else None
+
+
+def _load_gpt2(vocabulary: Path, merges: Path) -> FastTokenizer:
+    try:
+        fast = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{vocabulary.name}, {merges.name}: {error}") from error
+    config = _read_json(vocabulary.parent / "tokenizer_config.json")
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    if fast.token_to_id(END_OF_TEXT) is not None:
+        fast.add_special_tokens([END_OF_TEXT])
+    eos_token = _end_of_text(vocabulary.parent, fast) or (END_OF_TEXT if fast.token_to_id(END_OF_TEXT) is not None else None)
+    return FastTokenizer(fast, "huggingface", eos_token)
+
+
+def _load_through_transformers(folder: Path) -> FastTokenizer:
+    """Older folders (a SentencePiece file, a vocabulary of another kind), converted by transformers."""
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # anything at all, down to missing optional packages
+        raise TokenizerError(f"transformers cannot read it: {error}", field="tokenizer.path", got=str(folder)) from error
+    fast = getattr(converted, "backend_tokenizer", None)
+    if fast is None:
+        raise TokenizerError(
+            "a tokenizer without a fast form is not supported",
+            field="tokenizer.path",
+            got=type(converted).__name__,
+            remedy="Convert it once to a tokenizer.json",
+        )
+    return FastTokenizer(tokenizers.Tokenizer.from_str(fast.to_str()), "huggingface", converted.eos_token)

@@ -1,0 +1,265 @@
+"""What a tokenizer is, and the two there are: one id per character, and those of the `tokenizers` library.
+
+Text is always text: a document that spells `<|endoftext|>` gets the ids of those letters, never the control token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from shardwright.errors import TokenizerError
+
+IdArray = npt.NDArray[np.uint32]
+CHARACTER_SPLIT = r"[\s\S]"
+_CONTEXT_CHARACTERS = 64
+_FOLDER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. A document is prefix_ids, the ids of its text, suffix_ids."""
+
+    @property
+    def kind(self) -> str:
+        """huggingface, bpe or character."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id there is."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a document, if there is one."""
+        ...
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id that stands for text the tokenizer has no ids for, if there is one."""
+        ...
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids before a document's text, a beginning-of-text token for one."""
+        ...
+
+    @property
+    def suffix_ids(self) -> tuple[int, ...]:
+        """Ids after a document's text: the tokenizer's own, or eos_id."""
+        ...
+
+    @property
+    def content_hash(self) -> str:
+        """Hex, of everything that decides how text is encoded; survives saving and loading."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt: prefix_ids and the text's."""
+        ...
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
+        """Ids of each text alone, without prefix and suffix; in parallel where the tokenizer can."""
+        ...
+
+    def may_cut(self, left: str, right: str) -> bool:
+        """Whether encoding `left` and `right` apart gives the ids of both together, judged by the text around the cut."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, special tokens spelled out."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that `load_tokenizer` and transformers' AutoTokenizer read."""
+        ...
+
+
+class CharacterTokenizer:
+    """One id per character, in order of code point; no special tokens.
+
+    >>> tokenizer = CharacterTokenizer("banana")
+    >>> tokenizer.encode("nab"), tokenizer.decode([1, 0])
+    ([2, 0, 1], 'ba')
+    """
+
+    kind = "character"
+    eos_id: int | None = None
+    unknown_id: int | None = None
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self._characters = "".join(sorted(set(characters)))
+        points = np.array([ord(character) for character in self._characters], dtype=np.uint32)
+        self._id_of = np.full(int(points.max(initial=0)) + 2, len(points), dtype=np.uint32)
+        self._id_of[points] = np.arange(len(points), dtype=np.uint32)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of characters."""
+        return len(self._characters)
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the alphabet."""
+        return _hash("character " + self._characters)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt.
+
+        Raises:
+            TokenizerError: a character that the alphabet lacks, by name.
+        """
+        points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+        ids = self._id_of[np.minimum(points, len(self._id_of) - 1)]
+        if len(unknown := np.flatnonzero(ids == self.vocab_size)):
+            character = text[int(unknown[0])]
+            raise TokenizerError(
+                "the character tokenizer does not know this character",
+                field="tokenizer",
+                got=f"{character!r} (U+{ord(character):04X})",
+                allowed=f"the {self.vocab_size} characters of its sources",
+                remedy="Leave the character out, or build the tokenizer from text that holds it",
+            )
+        found: list[int] = ids.tolist()
+        return found
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
+        """Ids of each text."""
+        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
+
+    def may_cut(self, left: str, right: str) -> bool:
+        """Anywhere."""
+        return True
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids."""
+        return "".join(self._characters[index] for index in ids)
+
+    def save(self, folder: Path) -> None:
+        """Write the same mapping in the form of the `tokenizers` library."""
+        vocabulary = {character: index for index, character in enumerate(self._characters)}
+        fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=vocabulary))
+        fast.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(CHARACTER_SPLIT), behavior="isolated")
+        fast.decoder = tokenizers.decoders.Fuse()
+        _save(fast, {}, folder)
+
+
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+        fast: taken over; truncation and padding that its file may ask for are switched off.
+        eos_token: the token that ends a document, or None.
+        folder: where it was read, to copy the files as they stand when saving; None writes them anew.
+    """
+
+    def __init__(self, fast: Any, kind: str, eos_token: str | None, folder: Path | None = None) -> None:
+        self.kind = kind
+        self._fast = fast
+        self._eos_token = eos_token
+        self._folder = folder
+        fast.no_truncation()
+        fast.no_padding()
+        fast.encode_special_tokens = True
+        self.eos_id: int | None = None if eos_token is None else fast.token_to_id(eos_token)
+        if eos_token is not None and self.eos_id is None:
+            raise TokenizerError(
+                "the end-of-text token is not in the vocabulary",
+                field="tokenizer",
+                got=eos_token,
+                remedy="Correct eos_token in tokenizer_config.json",
+            )
+        content = json.loads(fast.to_str())
+        unknown = content["model"].get("unk_token")
+        if content["model"].get("type") == "Unigram" and content["model"].get("unk_id") is not None:
+            unknown = content["model"]["vocab"][content["model"]["unk_id"]][0]
+        self.unknown_id: int | None = fast.token_to_id(unknown) if unknown else None
+        self.prefix_ids, self.suffix_ids = self._frame()
+
+    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the tokenizer's post-processor puts around a text."""
+        bare = self._fast.encode("a", add_special_tokens=False).ids
+        whole = self._fast.encode("a", add_special_tokens=True).ids
+        first = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        suffix = tuple(whole[first + len(bare) :])
+        if not suffix and self.eos_id is not None:
+            suffix = (self.eos_id,)
+        return tuple(whole[:first]), suffix
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return int(max(self._fast.get_vocab(with_added_tokens=True).values())) + 1
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the tokenizer's whole definition and its end-of-text token."""
+        return _hash(f"{json.dumps(json.loads(self._fast.to_str()), sort_keys=True)} {self._eos_token}")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt."""
+        return [*self.prefix_ids, *self._fast.encode(text, add_special_tokens=False).ids]
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
+        """Ids of each text, on all cores."""
+        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def may_cut(self, left: str, right: str) -> bool:
+        """Whether normalisation and the split into words treat both sides apart as they treat them together.
+
+        Merges never cross a word, so equal words are equal ids. False without a split into words: then any merge may cross.
+        """
+        left, right = left[-_CONTEXT_CHARACTERS:], right[:_CONTEXT_CHARACTERS]
+        normalizer, splitter = self._fast.normalizer, self._fast.pre_tokenizer
+        if splitter is None:
+            return False
+        parts = [left, right, left + right]
+        if normalizer is not None:
+            parts = [normalizer.normalize_str(part) for part in parts]
+        words = [[word for word, _ in splitter.pre_tokenize_str(part)] for part in parts]
+        return words[0] + words[1] == words[2]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids."""
+        return str(self._fast.decode(list(ids), skip_special_tokens=False))
+
+    def save(self, folder: Path) -> None:
+        """Copy the folder it was read from, or write it anew."""
+        if self._folder is not None and (self._folder / "tokenizer.json").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in _FOLDER_FILES:
+                if (self._folder / name).is_file():
+                    shutil.copyfile(self._folder / name, folder / name)
+        else:
+            _save(self._fast, {"eos_token": self._eos_token} if self._eos_token else {}, folder)
+
+
+def _save(fast: Any, config: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
