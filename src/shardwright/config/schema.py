@@ -238,11 +238,11 @@ class CheckpointSection(Section):
     """What is saved, when, and how much is kept."""
 
     every_steps: Positive | None = None
-    """Steps between checkpoints; null saves only at the end and on a stop."""
+    """Steps between checkpoints; null saves only at the end, on a stop, and where validation improves (`keep_best`)."""
     keep_last: Positive = 2
     """Newest checkpoints kept."""
     keep_best: bool = True
-    """Also keep the one with the lowest validation loss."""
+    """Save where the validation loss is the lowest so far, and keep that one too."""
 
 
 class RunSection(Section):

@@ -57,7 +57,13 @@ def note_outcome(rank: int, error: BaseException | None) -> ExitCode:
             details = {}
             if isinstance(error, InputError):
                 got = None if error.got is None else str(error.got)
-                details = {"problem": error.problem, "field": error.field, "got": got, "allowed": error.allowed, "remedy": error.remedy}
+                details = {
+                    "problem": error.problem,
+                    "field": error.field,
+                    "got": got,
+                    "allowed": error.allowed,
+                    "remedy": error.remedy,
+                }
             trace = "".join(traceback.format_exception(error))
             outcome = Outcome(rank, int(code), type(error).__name__, str(error), trace, time.time(), details)
         _write(folder / f"rank-{rank}.json", json.dumps(asdict(outcome)))
@@ -91,7 +97,9 @@ def cause(outcomes: list[Outcome], exit_statuses: Mapping[int, int]) -> Shardwri
         if status < 0 and -status != signal.SIGTERM:
             name = signal.Signals(-status).name
             hint = "; the system may be out of memory" if name == "SIGKILL" else ""
-            return RankFailed(f"rank {rank} was killed by {name}{hint}. All ranks have stopped; --resume goes on from the last checkpoint")
+            return RankFailed(
+                f"rank {rank} was killed by {name}{hint}. All ranks have stopped; --resume goes on from the last checkpoint"
+            )
     failed = [outcome for outcome in outcomes if outcome.exit_code]
     for outcome in failed:
         if outcome.exit_code == ExitCode.WRONG_INPUT:
@@ -110,7 +118,14 @@ def cause(outcomes: list[Outcome], exit_statuses: Mapping[int, int]) -> Shardwri
 
 def _is_lost_peer(message: str) -> bool:
     """Whether a rank only complains that another one went away."""
-    signs = ("Connection reset by peer", "Connection closed by peer", "Timed out waiting", "Broken pipe", "Connection refused", "DistNetworkError")
+    signs = (
+        "Connection reset by peer",
+        "Connection closed by peer",
+        "Timed out waiting",
+        "Broken pipe",
+        "Connection refused",
+        "DistNetworkError",
+    )
     return any(sign in message for sign in signs)
 
 

@@ -1,0 +1,116 @@
+"""The run folder: what it holds, and when a run may use it.
+
+<run>/recipe.yaml    the recipe as resolved           <run>/events.jsonl   one event per line
+      plan.json      how it is cut over the ranks           log.txt        the same for people
+      config.json    the model, as Hugging Face has it      checkpoints/   step-00000100, ..., latest, best
+      tokenizer/     the tokenizer                          samples/       generated text
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.config import Recipe, dump_recipe, load_recipe
+from shardwright.errors import CheckpointError, InputError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RunFolder:
+        """The folder that a recipe names: `run.dir`, or runs/<name>."""
+        return cls(Path(recipe.run.dir) if recipe.run.dir else Path("runs") / recipe.name)
+
+    @classmethod
+    def existing(cls, path: Path) -> RunFolder:
+        """The folder of a run that was started before.
+
+        Raises:
+            InputError: nothing of ours is there.
+        """
+        folder = cls(path)
+        if not folder.recipe.is_file():
+            raise InputError(
+                "not a run folder", field="RUN", got=str(path), allowed="a folder that holds recipe.yaml, as `train` makes it"
+            )
+        return folder
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as resolved."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan as JSON."""
+        return self.path / "plan.json"
+
+    @property
+    def config(self) -> Path:
+        """The model's config.json."""
+        return self.path / "config.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's folder."""
+        return self.path / "tokenizer"
+
+    @property
+    def log(self) -> Path:
+        """Plain lines for people."""
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """All checkpoints."""
+        return self.path / "checkpoints"
+
+    def load_recipe(self) -> Recipe:
+        """The recipe that the run was started with."""
+        return load_recipe(self.recipe)
+
+    def claim(self, *, resume: bool) -> None:
+        """See that the folder may be used; nothing is written.
+
+        Raises:
+            InputError: a run is there already and `resume` was not asked for.
+            CheckpointError: `resume` was asked for and nothing is there to go on from.
+        """
+        begun = self.recipe.exists() or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+        if begun and not resume:
+            raise InputError(
+                "a run is there already",
+                field="run.dir",
+                got=str(self.path),
+                remedy="Go on with it (--resume), name another folder (--run-dir), or remove it",
+            )
+        if resume and not self.checkpoints.is_dir():
+            raise CheckpointError(
+                "there is no checkpoint to resume from", field="run.dir", got=str(self.path), remedy="Start without --resume"
+            )
+
+    def write(self, recipe: Recipe, plan: dict[str, Any], config: dict[str, Any]) -> None:
+        """Write recipe, plan and model configuration, each whole or not at all.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path, text in (
+                (self.plan, json.dumps(plan, indent=2) + "\n"),
+                (self.config, json.dumps(config, indent=2) + "\n"),
+                (self.recipe, dump_recipe(recipe)),  # last: it is what marks a run folder
+            ):
+                partial = path.with_name(path.name + ".partial")
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(path)
+        except OSError as error:
+            raise InputError(f"cannot be written: {error.strerror}", field="run.dir", got=str(self.path)) from error

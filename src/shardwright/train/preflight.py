@@ -1,0 +1,123 @@
+"""Everything that can be wrong and be known before a rank starts: layout, model, tokenizer, data, weights."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.config import Recipe
+from shardwright.data.prepare import Prepared, prepare
+from shardwright.errors import DataError, RecipeError
+from shardwright.layout import check_supported
+from shardwright.model.load import WeightsFolder
+from shardwright.plan import Plan, resolve
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A recipe found able to run: what every rank builds from."""
+
+    recipe: Recipe
+    plan: Plan
+    shape: ModelShape
+    data: Prepared
+    total_steps: int
+    frozen: frozenset[str]
+
+    @property
+    def data_hash(self) -> str:
+        """What is learned and in which order: equal exactly when two runs see the same samples at the same positions."""
+        parts = (self.data.content_hash, self.recipe.seed, self.plan.batch.sequence_length, self.plan.batch.global_batch_size)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @property
+    def drift_fields(self) -> dict[str, Any]:
+        """What must not change between a run and its resumption."""
+        recipe, batch = self.recipe, self.plan.batch
+        return {
+            "model": self.shape.to_config(),
+            "tokenizer": self.data.tokenizer.content_hash,
+            "data": self.data.content_hash,
+            "seed": recipe.seed,
+            "sequence_length": batch.sequence_length,
+            "global_batch_size": batch.global_batch_size,
+            "optimizer": recipe.optimizer.model_dump(mode="json"),
+            "precision": recipe.precision.kind,
+            "freeze": sorted(self.frozen),
+        }
+
+
+def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) -> Checked:
+    """Hold a recipe against the ranks, its model, its tokenizer and its data; tokenises what is not yet in the cache.
+
+    Raises:
+        InputError: the first thing that is wrong, by field.
+    """
+    plan = resolve(recipe, world_size)
+    check_supported(plan.layout)
+    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
+    assert config is not None  # the schema demands one of them
+    if isinstance(config, dict) and "vocab_size" not in config:
+        data = prepare(recipe, None, progress=progress)
+        shape = read_config({**config, "vocab_size": data.tokenizer.vocab_size})
+    else:
+        shape = read_config(config)
+        shape.check_sequence_length(plan.batch.sequence_length)
+        data = prepare(recipe, shape.vocab_size, progress=progress)
+    shape.check_sequence_length(plan.batch.sequence_length)
+    if recipe.model.pretrained:
+        assert recipe.model.path is not None
+        WeightsFolder(recipe.model.path).check(shape)
+    return Checked(
+        recipe=recipe,
+        plan=plan,
+        shape=shape,
+        data=data,
+        total_steps=count_steps(recipe, len(data.train), plan.batch.global_batch_size),
+        frozen=match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]),
+    )
+
+
+def count_steps(recipe: Recipe, num_samples: int, global_batch_size: int) -> int:
+    """Optimizer steps of the run: the smaller of `max_steps` and what `num_epochs` make, at least one."""
+    training = recipe.training
+    limits = [] if training.max_steps is None else [training.max_steps]
+    if training.num_epochs is not None:
+        steps = math.floor(training.num_epochs * num_samples / global_batch_size)
+        if steps < 1:
+            raise DataError(
+                f"{training.num_epochs:g} epochs of {num_samples} samples do not fill one global batch of {global_batch_size}",
+                field="training.num_epochs",
+                remedy="Train for more epochs, lower global_batch_size, or add data",
+            )
+        limits.append(steps)
+    return min(limits)
+
+
+def match_frozen(patterns: tuple[str, ...], names: list[str]) -> frozenset[str]:
+    """Names that the patterns match.
+
+    >>> sorted(match_frozen(("*.bias",), ["a.weight", "a.bias"]))
+    ['a.bias']
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise RecipeError(
+                "matches no parameter",
+                field="model.freeze",
+                got=pattern,
+                allowed=f"a pattern such as {names[0]} or *.{names[-1].split('.')[-1]}",
+            )
+        frozen.update(matched)
+    if len(frozen) == len(names):
+        raise RecipeError("every parameter would be frozen", field="model.freeze", got=", ".join(patterns))
+    return frozenset(frozen)

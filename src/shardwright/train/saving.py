@@ -1,0 +1,97 @@
+"""What a checkpoint of a run holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.checkpoint.drift import differences
+from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
+from shardwright.checkpoint.save import save_checkpoint
+from shardwright.errors import CheckpointError, SaveFailed
+from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
+from shardwright.telemetry.speaker import Speaker
+from shardwright.train.folder import RunFolder
+from shardwright.train.preflight import Checked
+from shardwright.train.setup import TrainState
+
+
+@dataclass
+class Saver:
+    """Saves and restores the state of one run; every rank calls the same at the same step.
+
+    Randomness needs no state of its own: initial weights, sample order and dropout are functions of seed, step and token.
+    """
+
+    checked: Checked
+    state: TrainState
+    speaker: Speaker
+    folder: RunFolder
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state by name, as this rank holds it: weights `model.*`, moments `optimizer.*`."""
+        named = dict(self.state.model.named_parameters())
+        weights: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        return weights | optimizer_tensors(self.state.optimizer, named.items())
+
+    def values(self) -> dict[str, Any]:
+        """Everything else of the state, as JSON."""
+        state = self.state
+        return {
+            "step": state.step,
+            "samples_seen": state.step * self.checked.plan.batch.global_batch_size,
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "best_loss": state.best_loss if math.isfinite(state.best_loss) else None,
+            "loss_scaler": None if state.scaler is None else state.scaler.state_dict(),
+            "optimizer": optimizer_values(state.optimizer),
+            "layout": str(self.checked.plan.layout),
+            "run": self.checked.drift_fields,
+        }
+
+    def save(self, *, best: bool) -> None:
+        """Write a checkpoint of this step. One that fails is told and harmless: the older ones are whole, training goes on."""
+        began = time.perf_counter()
+        section = self.checked.recipe.checkpoint
+        try:
+            saved = save_checkpoint(
+                self.folder.checkpoints,
+                self.state.step,
+                self.tensors(),
+                self.values(),
+                keep_last=section.keep_last,
+                best=best and section.keep_best,
+            )
+        except SaveFailed as error:
+            self.speaker.write("warning", step=self.state.step, message=f"checkpoint not saved: {error}")
+            return
+        seconds = time.perf_counter() - began
+        self.speaker.write("checkpoint", step=self.state.step, path=str(saved.path), size_bytes=saved.num_bytes, seconds=seconds)
+
+    def restore(self) -> None:
+        """Go on from the newest whole checkpoint.
+
+        Raises:
+            CheckpointError: there is none, or the recipe has changed in a way that would make it another run.
+        """
+        path = newest_checkpoint(self.folder.checkpoints)
+        if path is None:
+            raise CheckpointError("no whole checkpoint to resume from", field="run.dir", got=str(self.folder.checkpoints))
+        values = load_checkpoint(path, self.tensors())
+        drift = differences(values["run"], self.checked.drift_fields)
+        if drift:
+            shown = "; ".join(f"{field}: {saved} became {current}" for field, saved, current in drift)
+            raise CheckpointError(
+                f"the recipe is no longer that of the run: {shown}", field="--resume", remedy="Start a new run folder"
+            )
+        state = self.state
+        state.step = int(values["step"])
+        state.skipped_in_a_row = int(values["skipped_in_a_row"])
+        state.best_loss = math.inf if values["best_loss"] is None else float(values["best_loss"])
+        load_optimizer_values(state.optimizer, values["optimizer"])
+        if state.scaler is not None:
+            state.scaler.load_state_dict(values["loss_scaler"])
+        self.speaker.write("resumed", step=state.step, path=str(path))

@@ -1,0 +1,133 @@
+"""From a checked recipe to a model on its devices with its optimizer: the same steps on one process or a thousand ranks."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+
+from shardwright import __version__
+from shardwright.config import Recipe
+from shardwright.errors import InputError
+from shardwright.model.decoder import Decoder
+from shardwright.model.init import initialise
+from shardwright.model.load import WeightsFolder
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.precision import LossScaler, dtypes
+from shardwright.optim import build_optimizer, learning_rate_at
+from shardwright.parallel.apply import Fill, ParallelModel, apply_layout
+from shardwright.parallel.mesh import build_mesh, init_process_group
+from shardwright.train.preflight import Checked
+from shardwright.train.ranks import RankEnvironment
+
+logger = logging.getLogger("shardwright")
+
+
+@dataclass
+class TrainState:
+    """What changes while training. `step` counts optimizer steps done; the data cursor follows from it."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler | None
+    step: int = 0
+    skipped_in_a_row: int = 0
+    best_loss: float = field(default=float("inf"))
+
+
+def choose_device(recipe: Recipe, ranks: RankEnvironment) -> torch.device:
+    """The rank's device: CUDA number `local_rank` where there is CUDA, unless the recipe says otherwise."""
+    wanted = recipe.run.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("this machine has no CUDA device", field="run.device", got="cuda", allowed="cpu or auto")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"rank {ranks.rank} wants device {ranks.local_rank}, but the machine has {torch.cuda.device_count()}",
+            field="nproc",
+            remedy="Start at most as many ranks as there are devices",
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> None:
+    """Join the process group; a process by itself has none."""
+    if ranks.world_size > 1 and not dist.is_initialized():
+        init_process_group(device, timeout_seconds)
+
+
+def build_model(checked: Checked, device: torch.device) -> ParallelModel:
+    """The recipe's decoder, cut as the plan says, its weights filled: a rank only ever holds and reads its own slices."""
+    recipe, plan = checked.recipe, checked.plan
+    precision = dtypes(plan.precision)
+    with torch.device("meta"):
+        decoder = Decoder(
+            checked.shape,
+            attention=recipe.model.attention,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
+            compute_dtype=precision.compute,
+        )
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(name not in checked.frozen)
+    return apply_layout(
+        decoder,
+        plan,
+        build_mesh(plan.layout, device.type),
+        device,
+        fill=weight_source(checked, precision.param),
+        compile_blocks=recipe.model.compile,
+    )
+
+
+def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
+    """The slices of parameters that a rank holds, from the folder or from name and seed."""
+    if checked.recipe.model.pretrained:
+        assert checked.recipe.model.path is not None
+        folder = WeightsFolder(checked.recipe.model.path)
+        folder.check(checked.shape)
+        return lambda name, narrow: folder.read(name, narrow=narrow, dtype=dtype)
+    specs = {spec.name: spec for spec in checked.shape.parameters()}
+    return lambda name, narrow: initialise(specs[name], checked.recipe.seed, dtype=dtype, narrow=narrow)
+
+
+def build_state(checked: Checked, device: torch.device, agree: Callable[[bool], bool]) -> TrainState:
+    """Model, optimizer and loss scale at step 0. `agree` turns one rank's yes into everyone's."""
+    recipe = checked.recipe
+    model = build_model(checked, device)
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        recipe.optimizer,
+        learning_rate=learning_rate_at(0, recipe.training, checked.total_steps, checked.plan.batch.global_batch_size),
+        weight_decay=recipe.training.weight_decay,
+    )
+    scaler = LossScaler(recipe.precision, agree) if recipe.precision.kind == "fp16" else None
+    return TrainState(model, optimizer, scaler)
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions that decide the numbers."""
+    return {
+        "shardwright": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
+
+
+def describe_device(device: torch.device) -> str:
+    """The device as a person names it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads) on {socket.gethostname()}"

@@ -1,0 +1,178 @@
+"""Start a run: check it, claim its folder, then train here, start ranks, or be one of a launcher's ranks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.config import Recipe
+from shardwright.errors import InputError, Preempted
+from shardwright.optim.schedules import batch_scale
+from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
+from shardwright.telemetry.speaker import Speaker, open_speaker
+from shardwright.train.folder import RunFolder
+from shardwright.train.launch import launch_ranks
+from shardwright.train.logs import logging_to
+from shardwright.train.loop import Loop
+from shardwright.train.meeting import Meeting
+from shardwright.train.preflight import Checked, Progress, check
+from shardwright.train.ranks import RankEnvironment, find_ranks
+from shardwright.train.saving import Saver
+from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks
+from shardwright.train.signals import StopRequest, listening_for_stop
+
+
+def train(
+    recipe: Recipe, *, num_ranks: int | None = None, resume: bool = False, progress: Progress | None = None
+) -> dict[str, Any] | None:
+    """Train a recipe; returns a summary of the run, on the rank that speaks.
+
+    Under torchrun or srun this process is one rank of theirs. Otherwise `num_ranks` (default 1) run on this machine: one in
+    this process, several through torch's elastic launcher.
+
+    Raises:
+        InputError: what is wrong, before any rank starts.
+        RunFailed, Preempted: how the run ended.
+    """
+    ranks = find_ranks()
+    if ranks is not None and num_ranks not in (None, ranks.world_size):
+        raise InputError(
+            f"a launcher has started {ranks.world_size} ranks already", field="--nproc", got=num_ranks, remedy="Leave --nproc out"
+        )
+    world_size = ranks.world_size if ranks else num_ranks or 1
+    folder = RunFolder.of(recipe)
+    if ranks is None or ranks.speaks:
+        folder.claim(resume=resume)
+    if ranks is None and world_size > 1:
+        checked = check(recipe, world_size, progress=progress)
+        write_folder(checked, folder)
+        launch_ranks(world_size, "shardwright.train.worker", [str(folder.recipe), *(["--resume"] if resume else [])])
+    else:
+        with listening_for_stop() as stop:
+            train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, progress=progress)
+    return summarise(folder) if ranks is None or ranks.speaks else None
+
+
+def write_folder(checked: Checked, folder: RunFolder) -> None:
+    """Recipe, plan, model configuration and tokenizer: all that the run folder holds before the first step."""
+    folder.write(checked.recipe, checked.plan.as_dict(), checked.shape.to_config())
+    checked.data.tokenizer.save(folder.tokenizer)
+
+
+def train_rank(
+    recipe: Recipe, ranks: RankEnvironment, stop: StopRequest, *, resume: bool = False, progress: Progress | None = None
+) -> None:
+    """One rank, from joining the others to the last step."""
+    began = time.perf_counter()
+    device = choose_device(recipe, ranks)
+    with _joined(ranks, device, recipe.run.timeout_seconds):
+        checked = check(recipe, ranks.world_size, progress=progress if ranks.speaks else None)
+        folder = RunFolder.of(recipe)
+        if ranks.speaks:
+            write_folder(checked, folder)
+        meeting = Meeting(ranks, device)
+        meeting.wait()
+        with (
+            open_speaker(
+                folder.path, rank=ranks.rank, exporters=recipe.run.sinks, log_every_steps=recipe.run.log_every_steps
+            ) as speaker,
+            logging_to(speaker, folder.log, rank=ranks.rank),
+        ):
+            _train(checked, ranks, device, speaker, meeting, folder, stop, resume=resume, began=began)
+
+
+def _train(
+    checked: Checked,
+    ranks: RankEnvironment,
+    device: torch.device,
+    speaker: Speaker,
+    meeting: Meeting,
+    folder: RunFolder,
+    stop: StopRequest,
+    *,
+    resume: bool,
+    began: float,
+) -> None:
+    state = build_state(checked, device, meeting.any)
+    saver = Saver(checked, state, speaker, folder)
+    loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop)
+    _tell_start(loop)
+    if resume:
+        saver.restore()
+
+    def tell_end(status: str, final_loss: float | None = None) -> None:
+        tokens = state.step * checked.plan.batch.global_batch_tokens
+        seconds = time.perf_counter() - began
+        speaker.write(
+            "run_finished", step=state.step, status=status, total_seconds=seconds, total_tokens=tokens, final_loss=final_loss
+        )
+
+    try:
+        final_loss = loop.run()
+    except Preempted:
+        tell_end("preempted")
+        raise
+    except Exception as error:
+        speaker.write("failed", step=state.step, message=f"{type(error).__name__}: {error}", rank=ranks.rank)
+        raise
+    tell_end("completed", final_loss)
+
+
+@contextmanager
+def _joined(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> Iterator[None]:
+    """Be a member of the process group; leave it in good order, or at once where something broke."""
+    join_ranks(ranks, device, timeout_seconds)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _tell_start(loop: Loop) -> None:
+    checked, plan = loop.checked, loop.checked.plan
+    loop.speaker.write(
+        "run_started",
+        step=loop.state.step,
+        name=checked.recipe.name,
+        recipe=checked.recipe.model_dump(mode="json"),
+        plan=plan.as_dict(),
+        layout=str(plan.layout),
+        world_size=loop.ranks.world_size,
+        total_steps=checked.total_steps,
+        global_batch_tokens=plan.batch.global_batch_tokens,
+        data_hash=checked.data_hash,
+        num_parameters=checked.shape.num_parameters,
+        versions=describe_versions(),
+        host=socket.gethostname(),
+        devices=(describe_device(loop.device),) * loop.ranks.world_size,
+        flops_per_token=loop.flops_per_token,
+        matmul_flops_per_second=loop.matmul_flops_per_second,
+    )
+    scale = batch_scale(checked.recipe.training, plan.batch.global_batch_size)
+    if scale != 1.0:
+        peak = checked.recipe.training.learning_rate * scale
+        loop.speaker.write("warning", message=f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}")
+
+
+def summarise(folder: RunFolder) -> dict[str, Any]:
+    """How the run ended, from its own events."""
+    log = surviving(read_events(folder.path))
+    steps = [event for event in log if isinstance(event, Step)]
+    evaluations = [event for event in log if isinstance(event, Evaluation)]
+    endings = [event for event in log if isinstance(event, RunFinished)]
+    return {
+        "run": str(folder.path),
+        "status": endings[-1].status if endings else "unknown",
+        "steps": steps[-1].step if steps else 0,
+        "train_loss": steps[-1].loss if steps else None,
+        "validation_loss": evaluations[-1].loss if evaluations else None,
+        "best_validation_loss": min((event.loss for event in evaluations), default=None),
+        "tokens_per_second": steps[-1].tokens_per_second if steps else None,
+        "total_tokens": endings[-1].total_tokens if endings else None,
+        "total_seconds": endings[-1].total_seconds if endings else None,
+    }

@@ -1,0 +1,41 @@
+"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RUN_FOLDER [--resume]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shardwright.errors import ExitCode
+from shardwright.train.outcome import note_outcome, note_process
+from shardwright.train.ranks import find_ranks
+from shardwright.train.signals import listening_for_stop
+
+
+def main() -> int:
+    """Train as one rank; how it ended is left for the launcher, which tells it once."""
+    ranks = find_ranks()
+    assert ranks is not None, "this module is started by launch_ranks"
+    failure: BaseException | None = None
+    with listening_for_stop() as stop:
+        if note_process(ranks.rank):
+            stop.name = "SIGTERM"
+        try:
+            from shardwright.config import load_recipe
+            from shardwright.train.start import train_rank
+
+            train_rank(load_recipe(Path(sys.argv[1])), ranks, stop, resume="--resume" in sys.argv[2:])
+        except BaseException as error:
+            failure = error
+    code = note_outcome(ranks.rank, failure)
+    # To the launcher a rank that was asked to stop ended well; anything else takes all ranks down.
+    return ExitCode.DONE if code == ExitCode.PREEMPTED else code
+
+
+if __name__ == "__main__":
+    # The process group's threads may still wait for peers that are gone; leaving must not wait for them.
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    import os
+
+    os._exit(status)

@@ -1,0 +1,86 @@
+"""Ranks from the environment, stop signals, the run folder's claim."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from shardwright.config.load import validate_recipe
+from shardwright.errors import CheckpointError, InputError
+from shardwright.train.folder import RunFolder
+from shardwright.train.ranks import RankEnvironment, find_ranks
+from shardwright.train.signals import listening_for_stop
+
+
+def recipe_in(folder: Path):
+    return validate_recipe(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"sources": "corpus.txt"},
+            "training": {"sequence_length": 8, "max_steps": 3, "learning_rate": 1e-3, "micro_batch_size": 1},
+            "run": {"dir": str(folder)},
+        }
+    )
+
+
+def test_torchrun_goes_before_slurm() -> None:
+    both = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    assert find_ranks(both) == RankEnvironment(1, 2, 1)
+    assert find_ranks({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}) == RankEnvironment(3, 4, 1)
+    assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}])
+def test_nonsense_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="RANK"):
+        find_ranks(environment)
+
+
+def test_ranks_without_a_meeting_point_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT"):
+        find_ranks()
+
+
+def test_a_stop_is_noted_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with listening_for_stop() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop
+        assert stop.name == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path / "run")
+    folder = RunFolder.of(recipe)
+    folder.claim(resume=False)
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        folder.claim(resume=True)
+    folder.write(recipe, {"layout": {}}, {"model_type": "llama"})
+    assert folder.load_recipe() == recipe
+    with pytest.raises(InputError, match="--resume"):
+        folder.claim(resume=False)
+    folder.checkpoints.mkdir()
+    folder.claim(resume=True)
+    assert RunFolder.existing(folder.path) == folder
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"recipe\.yaml"):
+        RunFolder.existing(tmp_path)
+
+
+def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = recipe_in(tmp_path / "file" / "run")
+    with pytest.raises(InputError, match="cannot be written"):
+        RunFolder.of(recipe).write(recipe, {}, {})
