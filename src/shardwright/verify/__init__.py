@@ -1,0 +1,1 @@
+"""Proof that a layout's gradients are those of one process."""

@@ -1,0 +1,186 @@
+"""Persistent groups of worker processes, one group per number of ranks, joined by gloo on this machine.
+
+Starting a rank costs seconds, nearly all of it imports, and a check runs hundreds of small programs on ranks. So a server process
+imports once and forks every worker, and a group, once started, runs one function after another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import RankFailed
+
+_GRACE_SECONDS = 2.0
+"""How long the other ranks have to say what happened to them, once one has failed."""
+
+
+@dataclass
+class _Worker:
+    process: ForkServerProcess
+    pipe: connection.Connection
+
+
+@dataclass
+class _Failure:
+    error: BaseException
+    trace: str
+
+
+class RankPool:
+    """Runs functions on every rank of a process group and gives back what each rank returned.
+
+    Use as a context manager, or call `close`. Not for use by several threads at once.
+    """
+
+    def __init__(self, *, timeout_seconds: float = 120.0) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._groups: dict[int, tuple[list[_Worker], dist.TCPStore]] = {}
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float | None = None) -> list[Any]:
+        """`function(*arguments)` on each of `num_ranks` ranks; results in order of rank.
+
+        The function travels by its import path, so it must stand at the top of a module. It finds the default process group
+        initialised (none for one rank). A failed group is thrown away: the next call starts a fresh one.
+
+        Raises:
+            RankFailed: a rank raised (its error is the cause), died, or did not answer in time; told with rank and traceback.
+        """
+        workers = self._start(num_ranks)
+        message = pickle.dumps((function, arguments))
+        try:
+            for worker in workers:
+                worker.pipe.send_bytes(message)
+            return self._collect(workers, timeout_seconds or self.timeout_seconds)
+        except BaseException:
+            self._stop(num_ranks)
+            raise
+
+    def close(self) -> None:
+        """End all workers."""
+        for num_ranks in list(self._groups):
+            self._stop(num_ranks)
+
+    def _start(self, num_ranks: int) -> list[_Worker]:
+        if num_ranks not in self._groups:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__, "shardwright.verify.cell"])
+            # The store lives here, on a port that the kernel picks, so ranks cannot race for one.
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            workers = []
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(theirs, rank, num_ranks, store.port, self.timeout_seconds),
+                    name=f"rank {rank} of {num_ranks}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                workers.append(_Worker(process, ours))
+            self._groups[num_ranks] = (workers, store)
+        return self._groups[num_ranks][0]
+
+    def _stop(self, num_ranks: int) -> None:
+        workers, _ = self._groups.pop(num_ranks, ([], None))
+        for worker in workers:
+            worker.pipe.close()
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
+
+    def _collect(self, workers: Sequence[_Worker], timeout_seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, _Failure | None] = {}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout_seconds
+        while waiting:
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, connection.Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    answer = pickle.loads(pipe.recv_bytes())  # our own worker's bytes  # noqa: S301
+                except EOFError:
+                    failures[rank] = None
+                    continue
+                if isinstance(answer, _Failure):
+                    failures[rank] = answer
+                else:
+                    results[rank] = answer[0]
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            _raise_first(failures, workers)
+        if waiting:
+            late = ", ".join(str(rank) for rank in sorted(waiting.values()))
+            raise RankFailed(f"no answer from rank {late} of {len(workers)} within {timeout_seconds:g} s")
+        return [results[rank] for rank in range(len(workers))]
+
+
+def _raise_first(failures: dict[int, _Failure | None], workers: Sequence[_Worker]) -> None:
+    """The error that is most likely the cause: not the one of a rank whose neighbour had gone."""
+
+    def weight(item: tuple[int, _Failure | None]) -> tuple[bool, int]:
+        failure = item[1]
+        return (failure is not None and isinstance(failure.error, dist.DistError | RuntimeError), item[0])
+
+    rank, failure = min(failures.items(), key=weight)
+    if failure is None:
+        workers[rank].process.join(timeout=_GRACE_SECONDS)
+        code = workers[rank].process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        raise RankFailed(f"rank {rank} of {len(workers)} {how}")
+    raise RankFailed(f"rank {rank} of {len(workers)}: {failure.error}\n{failure.trace}") from failure.error
+
+
+def _serve(pipe: connection.Connection, rank: int, num_ranks: int, port: int, timeout_seconds: float) -> None:
+    """A worker's life: join the group, then answer calls until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(1)
+    if num_ranks > 1:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_seconds))
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments = pickle.loads(message)  # the parent's bytes  # noqa: S301
+            answer = pickle.dumps((function(*arguments),))
+        except BaseException as error:
+            answer = _pickle_failure(error)
+        pipe.send_bytes(answer)
+
+
+def _pickle_failure(error: BaseException) -> bytes:
+    trace = "".join(traceback.format_exception(error))
+    try:
+        message = pickle.dumps(_Failure(error, trace))
+        pickle.loads(message)  # an error whose constructor is unlike its arguments fails only here  # noqa: S301
+    except Exception:
+        message = pickle.dumps(_Failure(RankFailed(f"{type(error).__name__}: {error}"), trace))
+    return message

@@ -1,0 +1,73 @@
+"""The pool itself: results by rank, errors with rank and traceback, a dead or silent rank, life afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import LayoutError, RankFailed
+from tests.multiprocess.pool import RankPool
+
+
+def sum_of_ranks(offset: int) -> tuple[int, int, int]:
+    total = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total), os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise LayoutError("too many cuts", field="layout.tp", got=3)
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def stall_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def threads_and_group() -> tuple[int, bool]:
+    return torch.get_num_threads(), dist.is_initialized()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_results_come_by_rank_and_workers_stay(ranks: RankPool, num_ranks: int) -> None:
+    first = ranks.run(num_ranks, sum_of_ranks, 10)
+    second = ranks.run(num_ranks, sum_of_ranks, 10)
+    assert first == second
+    assert [rank for rank, _, _ in first] == list(range(num_ranks))
+    assert {total for _, total, _ in first} == {10 * num_ranks + num_ranks * (num_ranks - 1) // 2}
+
+
+def test_one_rank_has_no_group_and_one_thread(ranks: RankPool) -> None:
+    assert ranks.run(1, threads_and_group) == [(1, False)]
+
+
+def test_an_error_names_its_rank_and_is_the_cause() -> None:
+    with RankPool() as pool:
+        with pytest.raises(RankFailed, match=r"rank 1 of 2: layout\.tp: too many cuts") as caught:
+            pool.run(2, fail_on, 1)
+        assert isinstance(caught.value.__cause__, LayoutError)
+        assert "in fail_on" in str(caught.value)
+        assert pool.run(2, sum_of_ranks, 0)[0][1] == 1  # a fresh group
+
+
+def test_a_killed_rank_is_named() -> None:
+    with RankPool() as pool, pytest.raises(RankFailed, match="rank 0 of 2 was killed by SIGKILL"):
+        pool.run(2, die_on, 0)
+
+
+def test_a_silent_rank_is_named() -> None:
+    with RankPool() as pool, pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 within 1 s"):
+        pool.run(2, stall_on, 1, timeout_seconds=1.0)
