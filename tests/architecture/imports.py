@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("verify", "rehearse", "report", "probe", "interop"),
     ("cli",),
+    ("__main__",),
 )
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 TORCH_FREE = {room for rooms in LAYERS[:4] for room in rooms} | {"planner", "report", "interop"}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.checkpoint.drift import differences
-from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
+from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint, read_values
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.errors import CheckpointError, SaveFailed
 from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
@@ -77,16 +77,18 @@ class Saver:
         Raises:
             CheckpointError: there is none, or the recipe has changed in a way that would make it another run.
         """
-        path = newest_checkpoint(self.folder.checkpoints)
-        if path is None:
+        found = newest_checkpoint(self.folder.checkpoints)
+        if found is None:
             raise CheckpointError("no whole checkpoint to resume from", field="run.dir", got=str(self.folder.checkpoints))
-        values = load_checkpoint(path, self.tensors())
+        values = read_values(found)
         drift = differences(values["run"], self.checked.drift_fields)
         if drift:
-            shown = "; ".join(f"{field}: {saved} became {current}" for field, saved, current in drift)
             raise CheckpointError(
-                f"the recipe is no longer that of the run: {shown}", field="--resume", remedy="Start a new run folder"
+                f"the recipe is no longer that of the run: {'; '.join(map(str, drift))}",
+                field="--resume",
+                remedy="Undo the change, or start a new run (--run-dir)",
             )
+        load_checkpoint(found, self.tensors())
         state = self.state
         state.step = int(values["step"])
         state.skipped_in_a_row = int(values["skipped_in_a_row"])
@@ -94,4 +96,4 @@ class Saver:
         load_optimizer_values(state.optimizer, values["optimizer"])
         if state.scaler is not None:
             state.scaler.load_state_dict(values["loss_scaler"])
-        self.speaker.write("resumed", step=state.step, path=str(path))
+        self.speaker.write("resumed", step=state.step, path=str(found.path))
