@@ -1,0 +1,83 @@
+"""Dtypes of a precision, and the loss scale that all ranks share."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from shardwright.config.schema import PrecisionSection
+from shardwright.errors import NonFiniteError
+from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
+
+
+def alone(found: bool) -> bool:
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (PrecisionSection(), Dtypes(torch.float32, torch.float32, torch.float32)),
+        (PrecisionSection(kind="bf16"), Dtypes(torch.float32, torch.bfloat16, torch.float32)),
+        (PrecisionSection(kind="bf16", reduce_dtype="bf16"), Dtypes(torch.float32, torch.bfloat16, torch.bfloat16)),
+        (PrecisionSection(kind="fp16"), Dtypes(torch.float32, torch.float16, torch.float32)),
+        (PrecisionSection(kind="fp64"), Dtypes(torch.float64, torch.float64, torch.float64)),
+    ],
+)
+def test_master_weights_and_sums_are_wide(section: PrecisionSection, expected: Dtypes) -> None:
+    assert dtypes(section) == expected
+
+
+def test_scale_doubles_after_enough_finite_steps_and_halves_on_a_bad_one() -> None:
+    scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=8, loss_scale_growth_steps=3), alone)
+    assert [scaler.update(False) for _ in range(2)] == [False, False]
+    assert scaler.scale == 8
+    assert scaler.update(True)
+    assert scaler.scale == 4
+    for _ in range(3):  # the bad step started the count anew
+        assert scaler.scale == 4
+        scaler.update(False)
+    assert scaler.scale == 8
+
+
+def test_one_rank_makes_every_rank_skip_and_all_scales_stay_equal() -> None:
+    section = PrecisionSection(kind="fp16", loss_scale_growth_steps=2)
+    findings = [(False, False), (False, True), (True, False), (False, False), (False, False)]
+    histories: list[list[tuple[bool, float]]] = [[], []]
+    now: list[tuple[bool, bool]] = []
+    for rank in range(2):
+        scaler = LossScaler(section, agree=lambda found: any(now[-1]))
+        for both in findings:
+            now.append(both)
+            histories[rank].append((scaler.update(both[rank]), scaler.scale))
+    assert histories[0] == histories[1]
+    assert [skipped for skipped, _ in histories[0]] == [False, True, True, False, False]
+
+
+def test_a_run_that_never_becomes_finite_ends_with_an_error() -> None:
+    scaler = LossScaler(PrecisionSection(kind="fp16"), alone)
+    for _ in range(40):  # 2^16 down to 2^-24, the smallest
+        assert scaler.update(True)
+    with pytest.raises(NonFiniteError, match="diverged"):
+        scaler.update(True)
+
+
+def test_scale_stops_growing_before_it_overflows() -> None:
+    scaler = LossScaler(PrecisionSection(kind="fp16", loss_scale_growth_steps=1), alone)
+    for _ in range(500):
+        scaler.update(False)
+    assert scaler.scale == LossScaler.LARGEST
+
+
+def test_state_goes_through_json_and_continues() -> None:
+    section = PrecisionSection(kind="fp16", loss_scale_growth_steps=3)
+    scaler = LossScaler(section, alone)
+    for found in (False, True, False, False):
+        scaler.update(found)
+    resumed = LossScaler(section, alone)
+    resumed.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    for found in (False, False, True, False):
+        assert resumed.update(found) == scaler.update(found)
+        assert resumed.state_dict() == scaler.state_dict()

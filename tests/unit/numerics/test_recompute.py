@@ -1,0 +1,149 @@
+"""Recompute changes what is kept and not one bit of a gradient."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.config.schema import RecomputeKind
+from shardwright.numerics.recompute import recompute_runner
+
+B, T, D, H = 2, 128, 32, 4
+
+
+class TinyBlock(nn.Module):
+    """Norm, attention, gated products: what a decoder block does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.rand(D) + 0.5)
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D)
+        self.gate, self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x_BTD: Tensor, scale: float) -> Tensor:
+        normed = F.rms_norm(x_BTD, (D,)) * self.norm
+        q, k, v = self.qkv(normed).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        x_BTD = x_BTD + self.out(attended) * scale
+        return x_BTD + self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+def run_blocks(kind: RecomputeKind, dtype: torch.dtype, num_blocks: int = 3) -> tuple[Tensor, list[Tensor], int]:
+    """Output, gradients, and the bytes that the backward pass was kept waiting with."""
+    torch.manual_seed(0)
+    blocks = [TinyBlock().to(dtype) for _ in range(num_blocks)]
+    x_BTD = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
+    runner = recompute_runner(kind)
+    parameters = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()  # nothing is freed before the backward pass, so no address comes twice
+        return tensor
+
+    hidden = x_BTD
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for block in blocks:
+            hidden = block(hidden, 0.5) if runner is None else runner(block, hidden, 0.5)
+    num_bytes = sum(kept.values())
+    kept.clear()
+    loss = hidden.square().sum()
+    loss.backward()
+    gradients = [p.grad for block in blocks for p in block.parameters()] + [x_BTD.grad]
+    return loss.detach(), [g for g in gradients if g is not None], num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_loss_and_gradients_are_equal_bit_by_bit(kind: RecomputeKind, dtype: torch.dtype) -> None:
+    loss, gradients, _ = run_blocks("none", dtype)
+    loss_again, gradients_again, _ = run_blocks(kind, dtype)
+    assert torch.equal(loss, loss_again)
+    assert len(gradients) == len(gradients_again) == 3 * 10 + 1
+    assert all(torch.equal(one, other) for one, other in zip(gradients, gradients_again, strict=True))
+
+
+class _Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = self.norms = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.products += name.startswith(("aten.mm", "aten.addmm"))
+        self.attentions += name.startswith("aten._scaled_dot_product") and "backward" not in name
+        self.norms += name.startswith(("aten.rsqrt", "aten._fused_rms_norm.")) and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def count(kind: RecomputeKind) -> tuple[int, int, int]:
+    with _Calls() as calls:
+        run_blocks(kind, torch.float32)
+    return calls.products, calls.attentions, calls.norms
+
+
+def test_selective_repeats_no_product_and_no_attention_but_the_rest() -> None:
+    products, attentions, norms = count("none")
+    assert count("selective") == (products, attentions, 2 * norms)
+    full_products, full_attentions, full_norms = count("full")
+    assert (full_attentions, full_norms) == (2 * attentions, 2 * norms)
+    assert full_products > products
+
+
+class _LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Bytes of all memory that operations returned and nobody has freed, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.live:
+                    self.live[key] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, key, None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+def test_peak_memory_falls_from_none_to_selective_to_full() -> None:
+    peaks = {}
+    kinds: tuple[RecomputeKind, ...] = ("none", "selective", "full")
+    for kind in kinds:
+        gc.collect()
+        with _LiveBytes() as bytes_:
+            run_blocks(kind, torch.float32, num_blocks=8)
+        peaks[kind] = bytes_.peak
+    assert peaks["full"] < 0.6 * peaks["selective"]
+    assert peaks["selective"] < 0.8 * peaks["none"]
+
+
+def test_full_keeps_only_inputs() -> None:
+    *_, everything = run_blocks("none", torch.float32)
+    *_, inputs = run_blocks("full", torch.float32)
+    assert inputs <= 3 * B * T * D * 4 + 64
+    assert inputs < everything / 10
+
+
+def test_none_runs_the_function_itself() -> None:
+    assert recompute_runner("none") is None
+
+
+def test_evaluation_keeps_nothing() -> None:
+    runner = recompute_runner("selective")
+    assert runner is not None
+    with torch.no_grad():
+        assert not runner(TinyBlock(), torch.randn(B, T, D), 0.5).requires_grad
