@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
 from shardwright.model.context import ForwardContext
-from shardwright.model.dropout import Site
+from shardwright.model.dropout import Dropout
 from shardwright.model.linear import Linear
 from shardwright.model.norms import RMSNorm
 from shardwright.model.rope import rotate
@@ -45,6 +45,8 @@ class Attention(nn.Module):
             cos, sin = context.rope_tables[self.layer.rope]
             q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
         q_BHTE, k_BKSE, v_BKSE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
+        if context.cache is not None:
+            k_BKSE, v_BKSE = context.cache.extend(self.index, k_BKSE, v_BKSE)
         out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context)
         return getattr(self, self.names.attention_out)(out_BHTE.transpose(1, 2).flatten(2))
 
@@ -68,22 +70,36 @@ class Attention(nn.Module):
         return q, k, v
 
     def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext) -> Tensor:
-        dropout = context.dropout if self.dropout > 0.0 else None
         mask = context.masks[self.layer.window]
-        scale = self.layer.attention_scale
-        if self.soft_cap is None and dropout is None and not context.explicit:
-            return F.scaled_dot_product_attention(
-                q_BHTE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=self.group_size > 1
-            )
+        dropout = context.dropout if self.dropout > 0.0 else None
+        if self.soft_cap is not None or dropout is not None or context.explicit:
+            return self._attend_explicitly(q_BHTE, k_BKSE, v_BKSE, mask, dropout)
+        # Of the CUDA kernels only the one without grouped heads takes a mask.
+        grouped = self.group_size > 1
+        if grouped and mask is not None and q_BHTE.is_cuda:
+            k_BKSE, v_BKSE = (part.repeat_interleave(self.group_size, dim=1) for part in (k_BKSE, v_BKSE))
+            grouped = False
+        causal = mask is None and q_BHTE.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            q_BHTE, k_BKSE, v_BKSE, mask, is_causal=causal, scale=self.layer.attention_scale, enable_gqa=grouped
+        )
+
+    def _attend_explicitly(
+        self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, dropout: Dropout | None
+    ) -> Tensor:
+        """The products spelled out; the softmax accumulates in fp32 at least."""
         k_BHSE, v_BHSE = (part.repeat_interleave(self.group_size, dim=1) for part in (k_BKSE, v_BKSE))
-        scores = (q_BHTE @ k_BHSE.transpose(-1, -2)) * scale
+        scores_BHTS = (q_BHTE * self.layer.attention_scale) @ k_BHSE.transpose(-1, -2)
         if self.soft_cap is not None:
-            scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+            scores_BHTS = torch.tanh(scores_BHTS / self.soft_cap) * self.soft_cap
         if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~mask, float("-inf"))
-        accumulate = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        weights = torch.softmax(scores, dim=-1, dtype=accumulate).to(q_BHTE.dtype)
+            seen = k_BHSE.shape[2] - q_BHTE.shape[2]
+            visible = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril(seen)
+            scores_BHTS = scores_BHTS.masked_fill(~visible, float("-inf"))
+        else:
+            scores_BHTS = scores_BHTS + mask
+        accumulate = torch.float64 if scores_BHTS.dtype == torch.float64 else torch.float32
+        weights_BHTS = torch.softmax(scores_BHTS, dim=-1, dtype=accumulate).to(v_BHSE.dtype)
         if dropout is not None:
-            weights = dropout.drop_attention(weights, self.dropout, Site.ATTENTION, self.index)
-        return weights @ v_BHSE
+            weights_BHTS = dropout.drop_attention(weights_BHTS, self.dropout, self.index)
+        return weights_BHTS @ v_BHSE

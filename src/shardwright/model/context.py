@@ -1,15 +1,19 @@
 """What the blocks of one forward pass share: rotation tables, masks, dropout. Built once, read by every layer.
 
-Legend: B sequences, T tokens, R rotated features.
+Legend: B sequences, T query tokens, S key tokens, R rotated features.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from shardwright.model.dropout import Dropout
+from shardwright.architecture import ModelShape
+from shardwright.model.cache import KeyValueCache
+from shardwright.model.dropout import Dropout, DropoutKey
+from shardwright.model.rope import rope_tables
 
 
 @dataclass(frozen=True)
@@ -18,9 +22,86 @@ class ForwardContext:
 
     A plain class and not a tuple or a mapping of tensors: FSDP2 casts the float tensors that it finds among a module's
     inputs, and the tables must keep their precision.
+
+    `masks` holds, per window, what is added to the scores (0 or -inf), `[B or 1, 1, T, S]`; None where plain causality (or,
+    for a single new token, no mask at all) says it.
     """
 
     rope_tables: tuple[tuple[Tensor, Tensor], ...]
     masks: dict[int | None, Tensor | None]
     dropout: Dropout | None
     explicit: bool
+    cache: KeyValueCache | None
+
+
+def build_context(
+    shape: ModelShape,
+    x_BTD: Tensor,
+    positions_BT: Tensor,
+    document_ids_BT: Tensor | None,
+    *,
+    dropout: DropoutKey | None,
+    explicit: bool,
+    cache: KeyValueCache | None,
+) -> ForwardContext:
+    """Tables in fp32 (fp64 for fp64 activations), masks in the activations' precision."""
+    num_tokens, seen = x_BTD.shape[1], 0 if cache is None else cache.length
+    table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
+    lengths_BT = None
+    if any(rope.kind == "longrope" for rope in shape.ropes):
+        lengths_BT = document_lengths(positions_BT, document_ids_BT, cache)
+    return ForwardContext(
+        rope_tables=tuple(rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes),
+        masks={
+            window: attention_mask(window, num_tokens, seen, document_ids_BT, x_BTD)
+            for window in {layer.window for layer in shape.layers}
+        },
+        dropout=None if dropout is None else Dropout.of(dropout, num_tokens, x_BTD.device),
+        explicit=explicit,
+        cache=cache,
+    )
+
+
+def default_positions(input_ids_BT: Tensor, document_ids_BT: Tensor | None, seen: int = 0) -> Tensor:
+    """`seen`, seen + 1... for each row, or 0, 1, 2... from the start of each document of it."""
+    num_tokens = input_ids_BT.shape[1]
+    places_T = torch.arange(seen, seen + num_tokens, device=input_ids_BT.device)
+    if document_ids_BT is None:
+        return places_T[None]
+    starts_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values
+    return places_T - first_BT
+
+
+def document_lengths(positions_BT: Tensor, document_ids_BT: Tensor | None, cache: KeyValueCache | None = None) -> Tensor:
+    """Length of each token's document: the position of its last token + 1. Documents lie in one piece."""
+    if cache is not None:
+        return torch.full_like(positions_BT, cache.max_tokens)
+    if document_ids_BT is None:
+        return positions_BT[:, -1:].expand_as(positions_BT) + 1
+    num_tokens = document_ids_BT.shape[1]
+    places_T = torch.arange(num_tokens, device=document_ids_BT.device)
+    ends_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+    ends_BT[:, :-1] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    last_BT = torch.where(ends_BT, places_T, num_tokens).flip(1).cummin(dim=1).values.flip(1)
+    return positions_BT.expand_as(last_BT).gather(1, last_BT) + 1
+
+
+def attention_mask(window: int | None, num_tokens: int, seen: int, document_ids_BT: Tensor | None, like: Tensor) -> Tensor | None:
+    """What is added to the scores of `num_tokens` queries that follow `seen` cached tokens; None as in `ForwardContext`.
+
+    Made once in the precision of the activations: given a mask of booleans, the fused kernels' front would make one for
+    every layer and keep each for the backward pass.
+    """
+    num_keys = seen + num_tokens
+    windowed = window is not None and window < num_keys
+    if not windowed and document_ids_BT is None and (seen == 0 or num_tokens == 1):
+        return None
+    visible = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=like.device).tril(seen)
+    if window is not None and windowed:
+        visible = visible.triu(seen + 1 - window)
+    visible = visible[None, None]
+    if document_ids_BT is not None:
+        visible = visible & (document_ids_BT[:, None, :, None] == document_ids_BT[:, None, None, :])
+    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))

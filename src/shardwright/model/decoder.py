@@ -5,6 +5,7 @@ Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.architecture import LayerShape, ModelShape
+from shardwright.architecture import ModelShape
 from shardwright.model.attention import Attention
-from shardwright.model.context import ForwardContext
-from shardwright.model.dropout import Dropout, DropoutKey, Site
+from shardwright.model.cache import KeyValueCache
+from shardwright.model.context import ForwardContext, build_context, default_positions
+from shardwright.model.dropout import DropoutKey, Site
 from shardwright.model.mlp import FeedForward
 from shardwright.model.norms import LayerNorm, RMSNorm
-from shardwright.model.rope import rope_tables
+
+log = logging.getLogger("shardwright")
 
 LossFunction = Callable[..., Tensor]
 """(hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap) -> summed loss."""
@@ -166,6 +169,7 @@ class Decoder(nn.Module):
         root.add_module(names.final_norm, build_norm(shape))
         if not shape.tied_embeddings:
             self.add_module(names.head, Head(shape.vocab_size, shape.hidden_size))
+        log.info("attention: %s", describe_attention(shape, explicit=self.explicit_attention))
 
     @property
     def root(self) -> nn.Module:
@@ -204,12 +208,13 @@ class Decoder(nn.Module):
         document_ids_BT: Tensor | None = None,
         labels_BT: Tensor | None = None,
         dropout: DropoutKey | None = None,
-        cache: Any = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens' losses.
 
         Labels are shifted already (`labels[t]` is the target of position t; -100 is not supervised). Attention is causal and,
-        with `document_ids_BT`, stays among equal ids. `positions_BT` default to each document's own 0, 1, 2...
+        with `document_ids_BT`, stays among equal ids, each document lying in one piece. `positions_BT` default to each
+        document's own 0, 1, 2... A `cache` holds what came before these tokens, and takes them in.
         """
         hidden_BTD = self.hidden(
             input_ids_BT, positions_BT=positions_BT, document_ids_BT=document_ids_BT, dropout=dropout, cache=cache
@@ -233,17 +238,21 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         document_ids_BT: Tensor | None = None,
         dropout: DropoutKey | None = None,
-        cache: Any = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """The last norm's output, `[B, T, D]`."""
         if positions_BT is None:
-            positions_BT = default_positions(input_ids_BT, document_ids_BT)
+            positions_BT = default_positions(input_ids_BT, document_ids_BT, 0 if cache is None else cache.length)
         x_BTD = self.embed(input_ids_BT, positions_BT)
-        context = self.build_context(x_BTD, positions_BT, document_ids_BT, dropout)
+        context = build_context(
+            self.shape, x_BTD, positions_BT, document_ids_BT, dropout=dropout, explicit=self.explicit_attention, cache=cache
+        )
         if context.dropout is not None and self.shape.embedding_dropout > 0.0:
             x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING, 0)
         for block in self.blocks:
             x_BTD = block(x_BTD, context)
+        if cache is not None:
+            cache.length += input_ids_BT.shape[1]
         hidden_BTD: Tensor = self.root.get_submodule(self.shape.names.final_norm)(x_BTD)
         return hidden_BTD
 
@@ -259,58 +268,17 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * self.shape.embedding_scale
         return x_BTD
 
-    def build_context(
-        self, x_BTD: Tensor, positions_BT: Tensor, document_ids_BT: Tensor | None, dropout: DropoutKey | None
-    ) -> ForwardContext:
-        """What the blocks share."""
-        shape = self.shape
-        table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-        lengths_BT = None
-        if any(rope.kind == "longrope" for rope in shape.ropes):
-            lengths_BT = document_lengths(positions_BT, document_ids_BT)
-        tables = tuple(rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes)
-        num_tokens = x_BTD.shape[1]
-        return ForwardContext(
-            rope_tables=tables,
-            masks={layer.window: attention_mask(layer, num_tokens, document_ids_BT, x_BTD.device) for layer in set(shape.layers)},
-            dropout=None if dropout is None else Dropout.of(dropout, num_tokens, x_BTD.device),
-            explicit=self.explicit_attention,
-        )
 
-
-def default_positions(input_ids_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor:
-    """0, 1, 2... from the start of each row, or of each run of equal document ids."""
-    num_tokens = input_ids_BT.shape[1]
-    places_T = torch.arange(num_tokens, device=input_ids_BT.device)
-    if document_ids_BT is None:
-        return places_T[None]
-    starts_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values
-    return places_T - first_BT
-
-
-def document_lengths(positions_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor:
-    """Length of each token's document: the position of its last token + 1. Documents lie in one piece."""
-    if document_ids_BT is None:
-        return positions_BT[:, -1:].expand_as(positions_BT) + 1
-    num_tokens = document_ids_BT.shape[1]
-    places_T = torch.arange(num_tokens, device=document_ids_BT.device)
-    ends_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
-    ends_BT[:, :-1] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    last_BT = torch.where(ends_BT, places_T, num_tokens).flip(1).cummin(dim=1).values.flip(1)
-    return positions_BT.expand_as(last_BT).gather(1, last_BT) + 1
-
-
-def attention_mask(layer: LayerShape, num_tokens: int, document_ids_BT: Tensor | None, device: torch.device) -> Tensor | None:
-    """True where a query (row) may see a key (column), `[B or 1, 1, T, T]`; None where plain causality says it all."""
-    windowed = layer.window is not None and layer.window < num_tokens
-    if not windowed and document_ids_BT is None:
-        return None
-    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
-    if windowed:
-        assert layer.window is not None
-        mask = mask.triu(1 - layer.window)
-    if document_ids_BT is None:
-        return mask[None, None]
-    return (mask & (document_ids_BT[:, :, None] == document_ids_BT[:, None, :]))[:, None]
+def describe_attention(shape: ModelShape, *, explicit: bool) -> str:
+    """Which path attention takes and why, in one line."""
+    if explicit:
+        return "spelled out, as asked for (model.attention: explicit)"
+    if shape.attention_soft_cap is not None:
+        return f"spelled out: the fused kernels have no soft cap ({shape.attention_soft_cap:g})"
+    path = "fused kernels"
+    windows = sorted({layer.window for layer in shape.layers if layer.window is not None})
+    if windows:
+        path += f", with a mask for windows of {', '.join(map(str, windows))} tokens"
+    if shape.attention_dropout > 0.0:
+        path += f"; spelled out in training, where the kernels cannot drop by token (rate {shape.attention_dropout:g})"
+    return path

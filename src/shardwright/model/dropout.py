@@ -1,7 +1,8 @@
 """Dropout whose mask is a function of the token, never of the rank, the micro-batch or the moment.
 
-Every decision is an integer hash of (seed, step, site, layer, global sample index, position, feature). Two layouts that
-see the same samples therefore drop the same activations, and recomputation repeats them without saved random states.
+Every decision is an integer hash of (seed, step, site, layer, global sample index, place in the row, feature or head and
+key). Two layouts that see the same samples therefore drop the same activations, and recomputation repeats them without saved
+random states. The generators of torch are not touched.
 
 Legend: B sequences, T tokens, S keys, H heads, D features.
 """
@@ -13,6 +14,8 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+_BITS_32 = 0xFFFFFFFF
 
 
 class Site(IntEnum):
@@ -33,52 +36,71 @@ class DropoutKey:
     sample_indices_B: Tensor
 
 
-_MASK32 = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Integer hash of 32 bits to 32 bits that flips about half of them for one flipped input bit.
-
-    Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector), on int64 tensors that hold values below 2^32.
-    """
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK32
-    x = (x ^ (x >> 15)) * 0x846CA68B & _MASK32
-    return x ^ (x >> 16)
-
-
 @dataclass(frozen=True)
 class Dropout:
-    """The masks of one forward pass; `keys_BT` hashes seed, step, sample and place in the row."""
+    """The masks of one forward pass; `keys_BT` hashes what all sites share: seed, step, sample, place in the row."""
 
     keys_BT: Tensor
 
     @staticmethod
     def of(key: DropoutKey, num_tokens: int, device: torch.device) -> Dropout:
-        """Hash what all sites share."""
-        samples = key.sample_indices_B.to(device=device, dtype=torch.int64)
-        state = _mix(torch.full_like(samples, key.seed & _MASK32))
-        for part in (key.seed >> 32 & _MASK32, key.step & _MASK32, key.step >> 32 & _MASK32):
-            state = _mix(state ^ part)
-        state = _mix(state ^ (samples & _MASK32))
-        state = _mix(state ^ (samples >> 32 & _MASK32))
-        places = torch.arange(num_tokens, device=device, dtype=torch.int64)
-        return Dropout(_mix(state[:, None] ^ _mix(places + 0x9E3779B9 & _MASK32)))
+        """Hash the sample indices and the places `0 ... num_tokens - 1`; both may use 64 bits."""
+        samples_B = key.sample_indices_B.to(device=device, dtype=torch.int64)
+        state_B = torch.zeros_like(samples_B, dtype=torch.int32)
+        for part in (key.seed, key.seed >> 32, key.step, key.step >> 32):
+            state_B = _mix(state_B ^ _signed(part))
+        for part_B in (samples_B, samples_B >> 32):
+            state_B = _mix(state_B ^ _low_bits(part_B))
+        return Dropout(_combine(state_B[:, None], _numbers(num_tokens, device)))
 
     def drop(self, x_BTD: Tensor, rate: float, site: Site, layer: int) -> Tensor:
-        """Zero each feature of each token with probability `rate`, scale the others by 1 / (1 - rate)."""
-        keys = _mix(self.keys_BT ^ (site * 0x10001 + layer * 0x3C6EF372 & _MASK32))
-        features = torch.arange(x_BTD.shape[-1], device=x_BTD.device, dtype=torch.int64)
-        return _apply(x_BTD, _mix(keys[..., None] ^ _mix(features)), rate)
+        """Zero each feature of each token with probability `rate`; the others are divided by 1 - rate."""
+        keys_BT = self._at(site, layer)
+        return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate)
 
-    def drop_attention(self, weights_BHTS: Tensor, rate: float, site: Site, layer: int) -> Tensor:
+    def drop_attention(self, weights_BHTS: Tensor, rate: float, layer: int) -> Tensor:
         """The same for attention weights: one decision for each sample, head, query and key."""
-        keys = _mix(self.keys_BT ^ (site * 0x10001 + layer * 0x3C6EF372 & _MASK32))
-        heads = torch.arange(weights_BHTS.shape[1], device=weights_BHTS.device, dtype=torch.int64)
-        places = torch.arange(weights_BHTS.shape[3], device=weights_BHTS.device, dtype=torch.int64)
-        keys_BHT = _mix(keys[:, None, :] ^ _mix(heads)[:, None])
-        return _apply(weights_BHTS, _mix(keys_BHT[..., None] ^ _mix(places)), rate)
+        _, num_heads, _, num_keys = weights_BHTS.shape
+        device = weights_BHTS.device
+        keys_BHT = _combine(self._at(Site.ATTENTION, layer)[:, None], _numbers(num_heads, device)[:, None])
+        return _apply(weights_BHTS, _combine(keys_BHT[..., None], _numbers(num_keys, device)), rate)
+
+    def _at(self, site: Site, layer: int) -> Tensor:
+        return _mix(self.keys_BT ^ _signed(layer * len(Site) * 2 + site))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash of 32 bits to 32 bits in which one flipped input bit flips about half of the output.
+
+    Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector). Products of int32 wrap around; `>>` brings copies of the
+    sign down, which the masks remove.
+    """
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _combine(keys: Tensor, numbers: Tensor) -> Tensor:
+    """One hash per pair of a key and a number. Numbers are hashed first: neighbours must not stay neighbours."""
+    return _mix(keys ^ _mix(numbers))
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, count + 1, dtype=torch.int32, device=device)
+
+
+def _signed(value: int) -> int:
+    """The low 32 bits of `value` as an int32."""
+    value &= _BITS_32
+    return value - 2**32 if value >= 2**31 else value
+
+
+def _low_bits(values: Tensor) -> Tensor:
+    """The same for a tensor of int64."""
+    low = values & _BITS_32
+    return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
 
 
 def _apply(x: Tensor, hashed: Tensor, rate: float) -> Tensor:
-    threshold = round(rate * 2**32)
-    return torch.where(hashed >= threshold, x / (1.0 - rate), 0.0)
+    dropped = hashed < _signed(round(rate * 2**32) + 2**31)
+    return (x / (1.0 - rate)).masked_fill(dropped, 0.0)

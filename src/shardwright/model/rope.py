@@ -6,6 +6,7 @@ Legend: B sequences (or 1 where all rows share their positions), T tokens, H hea
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,11 +73,48 @@ def rope_tables(rope: RopeShape, positions_BT: Tensor, lengths_BT: Tensor | None
 
 
 def rotate(x_BTHE: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Turn each pair (i, i + R / 2) of the first R features; the others pass."""
+    """Turn each pair of features (i, i + R / 2) of the first R by its angle; the others pass.
+
+    The products are taken in the tables' precision and rounded once.
+    """
     cos, sin = cos_BTR.unsqueeze(-2), sin_BTR.unsqueeze(-2)
-    half = cos_BTR.shape[-1]
-    first, second = x_BTHE[..., :half], x_BTHE[..., half : 2 * half]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < x_BTHE.shape[-1]:
-        turned.append(x_BTHE[..., 2 * half :].to(turned[0].dtype))
-    return torch.cat(turned, dim=-1).to(x_BTHE.dtype)
+    if torch.compiler.is_compiling():
+        return _turn_out_of_place(x_BTHE, cos, sin)
+    turned: Tensor = _Rotation.apply(x_BTHE, cos, sin)
+    return turned
+
+
+def _turn_out_of_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The plain definition, which a compiler fuses into its neighbours."""
+    half = cos.shape[-1]
+    first, second, passed = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+
+
+class _Rotation(torch.autograd.Function):
+    """Eager rotation that writes each half in place and keeps nothing of its input: its gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, sin, -1.0), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for place, along, across, sign in ((0, first, second, -direction), (half, second, first, direction)):
+        target = out[..., place : place + half]
+        if x.dtype == cos.dtype:
+            torch.mul(along, cos, out=target).addcmul_(across, sin, value=sign)
+        else:
+            target.copy_((along * cos).addcmul_(across, sin, value=sign))
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out

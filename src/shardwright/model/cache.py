@@ -1,0 +1,36 @@
+"""Keys and values of the tokens already seen, for generation.
+
+Legend: B sequences, S tokens held, T new tokens, K key/value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwright.architecture import ModelShape
+
+
+class KeyValueCache:
+    """Room for `max_tokens` tokens of every layer; `Decoder.forward(..., cache=...)` fills it and moves `length` on.
+
+    longrope chooses its factors by `max_tokens`: a document must not change its rotation half way. Give it what the text
+    is going to be, prompt and continuation together.
+    """
+
+    def __init__(
+        self, shape: ModelShape, batch_size: int, max_tokens: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        size = (shape.num_layers, batch_size, shape.num_kv_heads, max_tokens, shape.head_dim)
+        self.max_tokens = max_tokens
+        self.length = 0
+        self._keys = torch.empty(size, dtype=dtype, device=device)
+        self._values = torch.empty(size, dtype=dtype, device=device)
+
+    def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold one layer's new keys and values; returns all of them, `[B, K, S + T, E]`."""
+        end = self.length + k_BKTE.shape[2]
+        assert end <= self.max_tokens, "the cache was built for fewer tokens"
+        self._keys[layer, :, :, self.length : end] = k_BKTE
+        self._values[layer, :, :, self.length : end] = v_BKTE
+        return self._keys[layer, :, :, :end], self._values[layer, :, :, :end]
