@@ -93,6 +93,7 @@ def write_folder(
     generation_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> ExportedFolder:
     """Write the folder beside its place and rename it there, so that a folder of that name is always whole.
 
@@ -103,6 +104,7 @@ def write_folder(
         tokenizer: saved into the folder; its ids fill bos, eos and pad where the config says nothing, because transformers
             would otherwise assume those of the family's best-known vocabulary.
         generation_config: content of generation_config.json; by default the special ids of the config.
+        check: called with the whole folder before it moves to its place; what it raises leaves nothing behind.
 
     Raises:
         InputError: `out` is taken. WeightsError: a tensor of the wrong shape, or with values that are not finite in `dtype`.
@@ -124,6 +126,8 @@ def write_folder(
         _write_json(partial / "generation_config.json", generation_config)
         if tokenizer is not None:
             tokenizer.save(partial)
+        if check is not None:
+            check(partial)
         _move(partial, out)
     except OSError as error:
         raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from error

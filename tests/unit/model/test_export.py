@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwright.architecture import ParameterSpec, Zeros, read_config
 from shardwright.architecture.families import FAMILIES
-from shardwright.errors import InputError, RunFailed, WeightsError
+from shardwright.errors import CheckFailed, InputError, RunFailed, WeightsError
 from shardwright.model.export import ARCHITECTURES, plan_shards, write_folder
 from shardwright.model.init import initialise
 from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME, WeightsFolder
@@ -169,6 +169,19 @@ def test_failure_half_way_leaves_the_old_folder_and_no_rubbish(tmp_path: Path) -
         write_folder(out, SHAPE, full, overwrite=True)
     assert tree(out) == before
     assert sorted(tmp_path.iterdir()) == [out]
+
+
+def test_a_failed_check_leaves_nothing(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    def refuse(folder: Path) -> None:
+        seen.append({file.name for file in folder.iterdir()})
+        raise CheckFailed("no")
+
+    with pytest.raises(CheckFailed):
+        write_folder(tmp_path / "out", SHAPE, read, check=refuse)
+    assert seen == [{WEIGHTS_NAME, "config.json", "generation_config.json"}]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
