@@ -1,0 +1,173 @@
+"""How a save becomes a checkpoint: the order of operations that makes a half-written one impossible to take. No torch.
+
+    root/.saving-<token>/      everything is written here, each file brought to the device
+        manifest.json          last
+    root/step-00000100         the folder is renamed: it is whole from the instant it has this name
+    root/latest                a file that names the folder, replaced by rename: from here on it is the one to resume from
+    root/best                  the same for the best one
+
+A step that is saved again (after a fallback to an older checkpoint) becomes step-00000100.1; the older attempt goes only after
+`latest` has moved, so that there is a checkpoint at every instant. What a dead save left, the next one removes: a root belongs
+to one run, which saves one checkpoint at a time, so every `.saving-` folder that a save finds is dead. If a process of an
+earlier generation is writing there after all, its save fails and harms nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint.disk import LOCAL_DISK, Disk, read_small, write_file
+from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, Manifest
+from shardwright.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+BEST = "best"
+_STEP_NAME = re.compile(r"step-(\d{8,15})(?:\.([1-9]\d{0,5}))?")
+_SAVING, _REMOVING, _POINTER = ".saving-", ".removing-", ".pointer-"
+
+
+@dataclass(frozen=True, order=True)
+class StepFolder:
+    """A folder of a root, by its name: `step-00000100`, or `step-00000100.1` where the step was saved again."""
+
+    step: int
+    attempt: int
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path) -> StepFolder | None:
+        """By a path's name; None for other names."""
+        match = _STEP_NAME.fullmatch(path.name)
+        return cls(int(match[1]), int(match[2] or 0), path) if match else None
+
+
+def step_folders(root: Path) -> list[StepFolder]:
+    """Folders of a root that have a checkpoint's name, oldest step first; links are left out."""
+    if not root.is_dir():
+        return []
+    found = (StepFolder.of(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(folder for folder in found if folder is not None)
+
+
+def read_pointer(root: Path, pointer: str) -> StepFolder | None:
+    """The folder that `latest` or `best` names, whether it is there or not; None without a pointer, or with a damaged one."""
+    if not (root / pointer).is_file():
+        return None
+    try:
+        name = read_small(root / pointer, 100).decode("utf-8", errors="replace").strip()
+    except CheckpointError:
+        return None
+    return StepFolder.of(root / name) if _STEP_NAME.fullmatch(name) else None
+
+
+def in_order_of_trust(root: Path) -> list[StepFolder]:
+    """Folders in the order in which to try them: what `latest` names, then the newest before it, then any beyond it.
+
+    Beyond `latest` lie only saves that died before their last step, and those of a course that was given up by going back.
+    """
+    folders = step_folders(root)[::-1]
+    latest = read_pointer(root, LATEST)
+    if latest is None:
+        return folders
+    return [f for f in folders if f <= latest] + [f for f in folders if f > latest]
+
+
+def make_root(root: Path, disk: Disk = LOCAL_DISK) -> None:
+    """Make the root and the folders above it where they are missing."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        disk.make_folder(folder)
+        disk.sync_folder(folder.parent)
+
+
+def begin(root: Path, disk: Disk = LOCAL_DISK) -> Path:
+    """Remove what dead saves left and make the folder that the next one is written into."""
+    make_root(root, disk)
+    remove_leftovers(root, disk)
+    folder = root / f"{_SAVING}{secrets.token_hex(8)}"
+    disk.make_folder(folder)
+    return folder
+
+
+def remove_leftovers(root: Path, disk: Disk = LOCAL_DISK) -> None:
+    """Remove what dead saves and prunings left."""
+    for path in sorted(root.iterdir()):
+        if path.name.startswith((_SAVING, _REMOVING, _POINTER)):
+            logger.warning("removing %s, left behind by a save that did not end", path)
+            discard(path, disk)
+
+
+def discard(path: Path, disk: Disk = LOCAL_DISK) -> None:
+    """Remove a file or folder."""
+    if path.is_dir() and not path.is_symlink():
+        disk.remove_tree(path)
+    else:
+        disk.remove(path)
+
+
+def publish(root: Path, folder: Path, manifest: Manifest, *, best: bool = False, disk: Disk = LOCAL_DISK) -> Path:
+    """Turn a folder whose files are all written and brought to the device into a checkpoint; returns its path.
+
+    Raises:
+        OSError: nothing was published, unless the message of `move_pointer` says that only a pointer is behind.
+    """
+    # The hash goes before the manifest, so that a folder with a manifest has all it needs.
+    text = manifest.to_json()
+    digest = hashlib.sha256(text).hexdigest()
+    write_file(folder / MANIFEST_HASH_NAME, f"{digest}  {MANIFEST_NAME}\n".encode(), disk)
+    write_file(folder / MANIFEST_NAME, text, disk)
+    disk.sync_folder(folder)
+    attempts = [found.attempt for found in step_folders(root) if found.step == manifest.step]
+    name = f"step-{manifest.step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
+    target = root / name
+    disk.rename(folder, target)
+    disk.sync_folder(root)
+    for pointer in (LATEST, BEST) if best else (LATEST,):
+        move_pointer(root, pointer, name, disk)
+    return target
+
+
+def move_pointer(root: Path, pointer: str, name: str, disk: Disk = LOCAL_DISK) -> None:
+    """Let `latest` or `best` name another folder, in one instant."""
+    fresh = root / f"{_POINTER}{pointer}"
+    disk.remove(fresh)
+    write_file(fresh, f"{name}\n".encode(), disk)
+    disk.rename(fresh, root / pointer)
+    disk.sync_folder(root)
+
+
+def prune(root: Path, keep_last: int, disk: Disk = LOCAL_DISK) -> list[Path]:
+    """Remove all but the newest `keep_last` checkpoints and those that `latest` and `best` name; returns what was removed.
+
+    Of a step saved twice only the last attempt counts. Checkpoints beyond `latest` belong to a course that the run has left
+    by going back; they go too.
+    """
+    if keep_last < 1:
+        raise CheckpointError("at least one checkpoint must be kept", field="keep_last", got=keep_last)
+    latest = read_pointer(root, LATEST)
+    folders = step_folders(root)
+    current = {f.step: f for f in folders if latest is None or f <= latest}  # ascending: the last attempt of a step wins
+    kept = {f.path for f in list(current.values())[-keep_last:]}
+    kept |= {pointed.path for pointed in (latest, read_pointer(root, BEST)) if pointed is not None}
+    return remove_checkpoints(root, (f.path for f in folders if f.path not in kept), disk)
+
+
+def remove_checkpoints(root: Path, paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> list[Path]:
+    """Remove checkpoint folders; each loses its name in one instant, so that no half-removed one can be taken."""
+    removed = []
+    for path in paths:
+        going = root / f"{_REMOVING}{path.name}"
+        disk.rename(path, going)
+        disk.remove_tree(going)
+        removed.append(path)
+    if removed:
+        disk.sync_folder(root)
+    return removed

@@ -1,0 +1,191 @@
+"""Everything that checkpoints change on disk goes through `Disk`, one method per system call. No torch.
+
+The tests put another `Disk` in its place: one that kills the process before the n-th operation, one that runs out of space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+BLOCK_BYTES = 16 * 1024**2
+"""Size of one write, read or hash update: large enough that the system call does not count."""
+
+
+class Disk:
+    """A local or mounted file system."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that must not be there."""
+        path.mkdir(mode=0o755)
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing; it must not be there, not even as a link."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        """Write all of `data` at the end."""
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    def sync(self, descriptor: int) -> None:
+        """Bring a file's bytes to the device."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file."""
+        os.close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Bring a folder's names to the device."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems know no fsync of folders; their renames are synchronous
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move within a file system; a file in the target's place is replaced in the same instant."""
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or link."""
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        path.rmdir()
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and what is in it; links inside are removed, not followed."""
+        with os.scandir(path) as entries:
+            inside = sorted(entries, key=lambda entry: entry.name)
+        for entry in inside:
+            if entry.is_dir(follow_symlinks=False):
+                self.remove_tree(Path(entry.path))
+            else:
+                self.remove(Path(entry.path))
+        self.remove_folder(path)
+
+
+LOCAL_DISK = Disk()
+
+
+class HashedFile:
+    """A new file whose SHA-256 is taken from the very bytes handed to `write`, on a second thread, never read back.
+
+    `write` returns before the block is hashed: the caller leaves the bytes alone until the next call has returned.
+    """
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self._disk = disk
+        self._digest = hashlib.sha256()
+        self._hashing: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-hash")
+        self._descriptor = disk.create(path)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        if self._hashing is not None:
+            self._hashing.result()
+        self._hashing = self._pool.submit(self._digest.update, data)
+        self._disk.write(self._descriptor, data)
+        self.size_bytes += len(data)
+
+    def finish(self) -> str:
+        """Bring everything to the device; returns the SHA-256 in hexadecimal."""
+        self._disk.sync(self._descriptor)
+        if self._hashing is not None:
+            self._hashing.result()
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True)
+        self._disk.close(self._descriptor)
+
+
+def write_file(path: Path, data: bytes, disk: Disk) -> str:
+    """Write a small new file and bring it to the device; returns its SHA-256."""
+    with HashedFile(path, disk) as file:
+        file.write(memoryview(data))
+        return file.finish()
+
+
+def open_regular(path: Path) -> int:
+    """Open for reading, refusing links, pipes and devices, which could lead outside, hang, or never end.
+
+    Raises:
+        CheckpointError: it is not a regular file, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        raise CheckpointError(f"{path.name} {reason}", field=str(path.parent)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path.name} is not a regular file", field=str(path.parent))
+    return descriptor
+
+
+def read_small(path: Path, limit_bytes: int) -> bytes:
+    """All of a regular file that must not be larger than `limit_bytes`.
+
+    Raises:
+        CheckpointError: it is larger, a link, or cannot be read.
+    """
+    descriptor = open_regular(path)
+    try:
+        if (size := os.fstat(descriptor).st_size) > limit_bytes:
+            raise CheckpointError(f"{path.name} is too large", field=str(path.parent), got=size, allowed=f"{limit_bytes} bytes")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", field=str(path.parent)) from error
+    finally:
+        os.close(descriptor)
+
+
+def hash_file(path: Path, *, on_block: Callable[[int], None] | None = None) -> tuple[int, str]:
+    """Bytes and SHA-256 of a regular file, told block by block to `on_block`.
+
+    Raises:
+        CheckpointError: it is a link or not a regular file, or cannot be read.
+    """
+    descriptor = open_regular(path)
+    digest = hashlib.sha256()
+    size, block = 0, memoryview(bytearray(BLOCK_BYTES))
+    try:
+        with contextlib.suppress(OSError, AttributeError):  # a hint; not every system has it
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            while count := file.readinto(block):
+                digest.update(block[:count])
+                size += count
+                if on_block is not None:
+                    on_block(count)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", field=str(path.parent)) from error
+    finally:
+        os.close(descriptor)
+    return size, digest.hexdigest()

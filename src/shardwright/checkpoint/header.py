@@ -1,0 +1,108 @@
+"""Headers of safetensors files, written and read without torch or the safetensors library.
+
+A file is 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes without gaps.
+Source: https://github.com/huggingface/safetensors#format. Ours pads the header so that the data begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint.disk import open_regular
+from shardwright.checkpoint.manifest import DTYPE_BYTES, parse_json
+from shardwright.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit."""
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One entry of a header; `start` is the byte of the file at which its data begins."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def compose_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a file that holds (key, dtype, shape) one after the other in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for key, dtype, shape in tensors:
+        size = DTYPE_BYTES[dtype] * math.prod(shape)
+        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT_BYTES)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Entries of a file's header, checked: sizes bounded, known dtypes, data without gaps or overlaps up to the end of the file.
+
+    Raises:
+        CheckpointError: names the file and what is wrong with it.
+    """
+    descriptor = open_regular(path)
+    try:
+        file_bytes = os.fstat(descriptor).st_size
+        prefix = os.pread(descriptor, 8, 0)
+        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise CheckpointError(
+                f"{path.name} has a header of {header_bytes} bytes in a file of {file_bytes}",
+                field=str(path.parent),
+                allowed=f"at most {MAX_HEADER_BYTES} and inside the file",
+            )
+        text = os.pread(descriptor, header_bytes, 8)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", field=str(path.parent)) from error
+    finally:
+        os.close(descriptor)
+    return parse_header(text, file_bytes, path)
+
+
+def parse_header(text: bytes, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
+    """Entries of a header's JSON; see `read_header`."""
+
+    def refuse(problem: str) -> CheckpointError:
+        return CheckpointError(f"{path.name}: {problem}", field=str(path.parent))
+
+    entries = parse_json(text, path)
+    if not isinstance(entries, dict):
+        raise refuse("the header is no object")
+    data_start = 8 + len(text)
+    found: dict[str, StoredTensor] = {}
+    for key, entry in entries.items():
+        if key == "__metadata__":
+            continue
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise refuse(f"the header's entry {key!r:.80} is malformed")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+            raise refuse(f"{key!r:.80} has an unknown dtype {dtype!r:.40}")
+        if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+            raise refuse(f"{key!r:.80} has a malformed shape or place")
+        if offsets[1] - offsets[0] != DTYPE_BYTES[dtype] * math.prod(shape):
+            raise refuse(f"{key!r:.80} takes {offsets[1] - offsets[0]} bytes, which its shape and dtype do not")
+        found[key] = StoredTensor(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
+    position = data_start
+    for key, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if stored.start != position:
+            raise refuse(f"the data of {key!r:.80} overlap or leave a gap")
+        position += stored.num_bytes
+    if position != file_bytes:
+        raise refuse(f"holds {file_bytes} bytes, its header speaks of {position}")
+    return found
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= 64 and all(type(item) is int and 0 <= item < 2**62 for item in value)

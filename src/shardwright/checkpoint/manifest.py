@@ -1,0 +1,294 @@
+"""The manifest: one JSON object that lists every file of a checkpoint and every tensor's slices. No torch.
+
+    {"format": "shardwright-checkpoint", "format_version": 1, "step": 100, "world_size": 4, "written_by": "...",
+     "files":   {"shard-00000.safetensors": {"size_bytes": 8264, "sha256": "..."}, "values.json": {...}},
+     "tensors": {"model.norm.weight": {"dtype": "F32", "shape": [64],
+                 "slices": [{"file": "shard-00000.safetensors", "key": "model.norm.weight", "offsets": [0], "lengths": [64]}]}}}
+
+It was perhaps written by someone else: everything is checked before anything is opened. Names of files are bare names, so that none
+can lead outside of the folder. `manifest.sha256` beside it holds the manifest's own hash, in the form that `sha256sum -c` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardwright.checkpoint.boxes import Box, fault_of_cover
+from shardwright.checkpoint.disk import read_small
+from shardwright.errors import CheckpointError
+
+FORMAT = "shardwright-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MANIFEST_HASH_NAME = "manifest.sha256"
+VALUES_NAME = "values.json"
+MAX_MANIFEST_BYTES = 256 * 1024**2
+MAX_VALUES_BYTES = 64 * 1024**2
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""Bytes per element of the dtypes that we store, by safetensors' names."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and SHA-256 of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One box of a tensor: in which file, under which key of its header."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor's dtype (safetensors' name), global shape, and the slices that cover it exactly once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    world_size: int
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, TensorEntry]
+    written_by: str = ""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, the manifest's own not counted."""
+        return sum(file.size_bytes for file in self.files.values())
+
+    def to_json(self) -> bytes:
+        """As it is written."""
+        tensors = {
+            name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "slices": [
+                    {"file": s.file, "key": s.key, "offsets": s.box.offsets, "lengths": s.box.lengths} for s in entry.slices
+                ],
+            }
+            for name, entry in self.tensors.items()
+        }
+        files = {name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for name, file in self.files.items()}
+        whole = {
+            "format": FORMAT,
+            "format_version": self.format_version,
+            "step": self.step,
+            "world_size": self.world_size,
+            "written_by": self.written_by,
+            "files": files,
+            "tensors": tensors,
+        }
+        return json.dumps(whole, separators=(",", ":")).encode() + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder, its own hash checked before it is parsed.
+
+    Raises:
+        CheckpointError: no manifest, a damaged, foreign or hostile one, or one of a newer format.
+    """
+    return parse_manifest(read_manifest_text(folder), folder)
+
+
+def read_manifest_text(folder: Path) -> bytes:
+    """The manifest's bytes, equal to their hash.
+
+    Raises:
+        CheckpointError: missing, too large, a link, or not what was written.
+    """
+    if not (folder / MANIFEST_NAME).is_file():
+        raise CheckpointError("there is no manifest: this is no checkpoint, or its save never ended", field=str(folder))
+    text = read_small(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    wanted = read_small(folder / MANIFEST_HASH_NAME, 200).split()[:1]
+    if wanted != [hashlib.sha256(text).hexdigest().encode()]:
+        raise CheckpointError(f"{MANIFEST_NAME} is damaged: its hash is not the one in {MANIFEST_HASH_NAME}", field=str(folder))
+    return text
+
+
+def parse_manifest(text: bytes, folder: Path) -> Manifest:
+    """A manifest from its bytes, everything in it checked; `folder` is for messages.
+
+    Raises:
+        CheckpointError: says what is wrong.
+    """
+    reader = _Reader(folder)
+    top = reader.mapping(parse_json(text, folder / MANIFEST_NAME), "the manifest")
+    if top.get("format") != FORMAT:
+        reader.refuse(f"is not a {FORMAT} manifest")
+    version = reader.count(top.get("format_version"), "format_version")
+    if version > FORMAT_VERSION:
+        reader.refuse(f"has format version {version}; this shardwright reads up to {FORMAT_VERSION}. Use a newer shardwright")
+    if version != FORMAT_VERSION:
+        reader.refuse(f"has format version {version}, which never was")
+    reader.keys(top, {"format", "format_version", "step", "world_size", "written_by", "files", "tensors"}, "the manifest")
+    files = {name: reader.file(name, entry) for name, entry in reader.mapping(top["files"], "files").items()}
+    if VALUES_NAME not in files:
+        reader.refuse(f"does not list {VALUES_NAME}")
+    tensors = {name: reader.tensor(name, entry, files) for name, entry in reader.mapping(top["tensors"], "tensors").items()}
+    reader.each_place_once(tensors)
+    return Manifest(
+        step=reader.count(top["step"], "step"),
+        world_size=reader.count(top["world_size"], "world_size"),
+        files=files,
+        tensors=tensors,
+        written_by=reader.text(top["written_by"], "written_by"),
+    )
+
+
+class _Reader:
+    """Checks of one manifest's parts; every refusal names the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def refuse(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"{MANIFEST_NAME} {problem}", field=str(self.folder))
+
+    def mapping(self, value: object, what: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self.refuse(f"holds no object as {what:.200}")
+        return value
+
+    def keys(self, value: dict[str, Any], wanted: set[str], what: str) -> None:
+        if set(value) != wanted:
+            odd = ", ".join(sorted(set(value) ^ wanted))
+            self.refuse(f"has missing or unknown keys in {what:.200}: {odd:.200}")
+
+    def count(self, value: object, what: str) -> int:
+        if type(value) is not int or not 0 <= value < 2**62:
+            self.refuse(f"has {value!r:.60} as {what:.200}; a whole number of at least 0 is wanted")
+        return value
+
+    def counts(self, value: object, what: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or len(value) > 64:
+            self.refuse(f"has no list of numbers as {what:.200}")
+        return tuple(self.count(item, what) for item in value)
+
+    def text(self, value: object, what: str) -> str:
+        if not isinstance(value, str):
+            self.refuse(f"has {value!r:.60} as {what:.200}; text is wanted")
+        return value
+
+    def file(self, name: str, value: object) -> StoredFile:
+        if not _FILE_NAME.fullmatch(name) or len(name) > 200 or name in (MANIFEST_NAME, MANIFEST_HASH_NAME):
+            self.refuse(f"names a file {name!r:.200}; only bare names of files in the folder itself are allowed")
+        entry = self.mapping(value, f"file {name}")
+        self.keys(entry, {"size_bytes", "sha256"}, f"file {name}")
+        sha256 = self.text(entry["sha256"], f"sha256 of {name}")
+        if not _SHA256.fullmatch(sha256):
+            self.refuse(f"has {sha256!r:.80} as sha256 of {name}")
+        return StoredFile(self.count(entry["size_bytes"], f"size of {name}"), sha256)
+
+    def tensor(self, name: str, value: object, files: Mapping[str, StoredFile]) -> TensorEntry:
+        entry = self.mapping(value, f"tensor {name}")
+        self.keys(entry, {"dtype", "shape", "slices"}, f"tensor {name}")
+        dtype = self.text(entry["dtype"], f"dtype of {name}")
+        if dtype not in DTYPE_BYTES:
+            self.refuse(f"has an unknown dtype {dtype!r:.40} in tensor {name:.200}")
+        if not isinstance(entry["slices"], list):
+            self.refuse(f"has no list of slices in tensor {name:.200}")
+        shape = self.counts(entry["shape"], f"shape of {name}")
+        slices = []
+        for item in entry["slices"]:
+            part = self.mapping(item, f"slice of {name}")
+            self.keys(part, {"file", "key", "offsets", "lengths"}, f"slice of {name}")
+            file = self.text(part["file"], f"file of {name}")
+            if file not in files or not file.endswith(".safetensors"):
+                self.refuse(f"puts tensor {name:.200} into {file!r:.200}, which is not among its files")
+            box = Box(self.counts(part["offsets"], f"offsets of {name}"), self.counts(part["lengths"], f"lengths of {name}"))
+            if not len(box.offsets) == len(box.lengths) == len(shape):
+                self.refuse(f"has a slice of tensor {name:.200} with another number of dimensions")
+            slices.append(Slice(file, self.text(part["key"], f"key of {name}"), box))
+        if fault := fault_of_cover(shape, [part.box for part in slices]):
+            self.refuse(f"is wrong about tensor {name:.200}: {fault}")
+        return TensorEntry(dtype, shape, tuple(slices))
+
+    def each_place_once(self, tensors: Mapping[str, TensorEntry]) -> None:
+        seen: set[tuple[str, str]] = set()
+        for name, entry in tensors.items():
+            for part in entry.slices:
+                if (part.file, part.key) in seen:
+                    self.refuse(f"uses {part.key!r:.200} of {part.file} twice, the second time for tensor {name:.200}")
+                seen.add((part.file, part.key))
+
+
+def parse_json(text: bytes, path: Path) -> Any:
+    """JSON in UTF-8 without doubled keys and without NaN; `path` is for messages.
+
+    Raises:
+        CheckpointError: it is not that.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key appears twice in one object")
+        return result
+
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is not valid JSON: {error!s:.200}", field=str(path.parent)) from error
+
+
+def encode_values(values: Mapping[str, Any]) -> bytes:
+    """Values as JSON that reads back equal.
+
+    Raises:
+        CheckpointError: a value that JSON would change or cannot hold, by its place.
+    """
+    _require_json(values, "values")
+    text = json.dumps(values, allow_nan=False, indent=1).encode() + b"\n"
+    if len(text) > MAX_VALUES_BYTES:
+        raise CheckpointError("too large", field="values", got=len(text), allowed=f"{MAX_VALUES_BYTES} bytes of JSON")
+    return text
+
+
+def _require_json(value: object, place: str) -> None:
+    if value is None or isinstance(value, bool | int | str):
+        return
+    if isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise CheckpointError("JSON has no such number", field=place, got=value, remedy="Say None instead")
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_json(item, f"{place}[{index}]")
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError("keys must be text", field=place, got=repr(key))
+            _require_json(item, f"{place}.{key}")
+        return
+    raise CheckpointError("not a JSON value", field=place, got=type(value).__name__, remedy="Tensors go among the tensors")

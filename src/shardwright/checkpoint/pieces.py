@@ -1,0 +1,102 @@
+"""What of a tensor this rank holds, as boxes of the whole tensor; a plain tensor is held whole by every rank that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.checkpoint.boxes import Box, Cut, boxes_of, whole
+from shardwright.checkpoint.disk import BLOCK_BYTES
+from shardwright.errors import CheckpointError
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint32: "U32", torch.int32: "I32",
+    torch.float32: "F32", torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
+"""torch's dtypes by safetensors' names."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of a tensor and the local values that fill it, a view of the rank's own storage."""
+
+    box: Box
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor as one rank holds it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def held_tensor(name: str, tensor: torch.Tensor) -> HeldTensor:
+    """What this rank holds of `tensor`.
+
+    Raises:
+        CheckpointError: not a tensor, a dtype that cannot be stored, or sums that were not yet reduced.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(
+            "not a tensor", field=name, got=type(tensor).__name__, remedy="What is no tensor goes among the values"
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        raise CheckpointError("this dtype cannot be stored", field=name, got=tensor.dtype)
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        pieces = (Piece(whole(shape), tensor.detach()),) if tensor.numel() else ()
+        return HeldTensor(DTYPE_NAMES[tensor.dtype], shape, pieces)
+    boxes = _boxes_of_dtensor(name, tensor)
+    with torch.no_grad():
+        local = tensor.to_local()
+    return HeldTensor(DTYPE_NAMES[tensor.dtype], shape, tuple(_pieces(name, local, boxes)))
+
+
+def _boxes_of_dtensor(name: str, tensor: DTensor) -> list[Box]:
+    """Boxes of the local part; several where a strided shard is not rejoined by a later cut."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    cuts = []
+    for axis, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
+        if placement.is_partial():
+            raise CheckpointError("holds sums that were not reduced", field=name, got=placement, allowed="Shard or Replicate")
+        if placement.is_replicate():
+            continue
+        # torch's _StridedShard (FSDP2 over a dimension that tensor parallelism cuts) carries a split_factor; Shard does not.
+        dim, stride = int(getattr(placement, "dim")), int(getattr(placement, "split_factor", 1))  # noqa: B009
+        cuts.append(Cut(dim, tensor.device_mesh.size(axis), index, stride))
+    return boxes_of(tuple(tensor.shape), cuts)
+
+
+def _pieces(name: str, local: torch.Tensor, boxes: list[Box]) -> Iterator[Piece]:
+    """Views of the local tensor, which joins its boxes in the order of their indices."""
+    if sum(box.num_elements for box in boxes) != local.numel():
+        raise CheckpointError(
+            "the local part has another size than its placements say",
+            field=name,
+            got=tuple(local.shape),
+            allowed=" ".join(map(str, boxes)),
+        )
+    starts = [sorted({box.offsets[dim] for box in boxes}) for dim in range(local.dim())]
+    lengths = [{box.offsets[dim]: box.lengths[dim] for box in boxes} for dim in range(local.dim())]
+    for box in boxes:
+        view = local
+        for dim, offset in enumerate(box.offsets):
+            before = sum(lengths[dim][start] for start in starts[dim] if start < offset)
+            view = view.narrow(dim, before, box.lengths[dim])
+        yield Piece(box, view)
+
+
+def blocks(values: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in row-major order, block by block; a device's memory is copied to the host one block at a time."""
+    flat = values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), BLOCK_BYTES):
+        yield flat[start : start + BLOCK_BYTES].cpu().numpy().data

@@ -1,0 +1,263 @@
+"""Saving: each rank writes what it holds, no copy twice, nothing gathered; all ranks agree on the outcome.
+
+Who writes what: every rank announces its boxes; a box that several hold goes to the one of them with the least to write so far.
+All ranks compute this from the same announcements, so no decision travels.
+Why not DCP's planners: docs/decisions/0020-checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright import __version__
+from shardwright.checkpoint import commit
+from shardwright.checkpoint.boxes import Box, fault_of_cover, whole
+from shardwright.checkpoint.disk import LOCAL_DISK, Disk, HashedFile, write_file
+from shardwright.checkpoint.exchange import Ranks
+from shardwright.checkpoint.header import compose_header
+from shardwright.checkpoint.manifest import (
+    DTYPE_BYTES,
+    VALUES_NAME,
+    Manifest,
+    Slice,
+    StoredFile,
+    TensorEntry,
+    encode_values,
+)
+from shardwright.checkpoint.pieces import HeldTensor, blocks, held_tensor
+from shardwright.errors import SaveFailed, ShardwrightError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What a save did: bytes over all ranks, seconds on this one, older checkpoints removed."""
+
+    path: Path
+    step: int
+    num_bytes: int
+    seconds: float
+    removed: tuple[Path, ...] = ()
+
+
+def save_checkpoint(
+    root: str | Path,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    keep_last: int | None = None,
+    best: bool = False,
+    disk: Disk = LOCAL_DISK,
+) -> SavedCheckpoint:
+    """Write a checkpoint to `root/step-<step>`; every rank of `group` calls this, and every rank returns or every rank raises.
+
+    Args:
+        root: folder of one run's checkpoints, the same for all ranks (a shared file system if they are on several machines).
+        step: optimizer steps done.
+        tensors: by name. Plain tensors are copies that all ranks naming them hold alike; DTensors say themselves who holds what.
+            Ranks may name different tensors (pipeline stages).
+        values: everything else, JSON; the first rank's are written.
+        group: ranks that save together; None is the default group, or this process alone if there is none.
+        keep_last: remove all older checkpoints but this many (what `best` names stays); None removes none.
+        best: let `root/best` name this checkpoint.
+        disk: where the tests put one that fails.
+
+    Raises:
+        SaveFailed: some rank could not write, or the ranks disagree about the tensors. Older checkpoints are whole, nothing is left
+            behind, and the run may go on.
+    """
+    begun = time.monotonic()
+    ranks = Ranks(group)
+    folder: Path | None = None
+    try:
+        held, text = _announced(ranks, step, tensors, values)
+        plan = _Plan.of(held, ranks.rank)
+        folder = _begun(ranks, Path(root), disk)
+        manifest = _written(ranks, plan, folder, step, text, disk)
+        path, removed = _committed(ranks, Path(root), folder, manifest, keep_last, best, disk)
+    except SaveFailed:
+        if folder is not None and ranks.is_first and folder.exists():
+            _discard_quietly(folder, disk)
+        raise
+    return SavedCheckpoint(path, step, manifest.num_bytes, time.monotonic() - begun, tuple(removed))
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """What all ranks hold: per name dtype, shape, and by box the ranks that hold it."""
+
+    entries: dict[str, tuple[str, tuple[int, ...], dict[Box, list[int]]]]
+    mine: dict[str, HeldTensor]
+
+
+def _announced(
+    ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> tuple[_Announcement, bytes]:
+    """Tell each other what there is; wrong input on one rank is an error on all."""
+    mine: dict[str, HeldTensor] = {}
+    text, fault = b"", None
+    try:
+        mine = {name: held_tensor(name, tensor) for name, tensor in tensors.items()}
+        text = encode_values(values)
+    except ShardwrightError as error:
+        fault = str(error)
+    told = {name: [held.dtype, held.shape, [[p.box.offsets, p.box.lengths] for p in held.pieces]] for name, held in mine.items()}
+    everyone = ranks.gather({"step": step, "fault": fault, "tensors": told})
+    _require_no_faults([rank_told["fault"] for rank_told in everyone], "nothing was written")
+    if len(steps := {rank_told["step"] for rank_told in everyone}) > 1:
+        raise SaveFailed(f"ranks save different steps: {sorted(steps)}")
+    entries: dict[str, tuple[str, tuple[int, ...], dict[Box, list[int]]]] = {}
+    for rank, rank_told in enumerate(everyone):
+        for name, (dtype, shape, boxes) in rank_told["tensors"].items():
+            entry = entries.setdefault(name, (dtype, tuple(shape), {}))
+            if entry[:2] != (dtype, tuple(shape)):
+                raise SaveFailed(f"ranks disagree about {name}: {entry[0]} {entry[1]}, on rank {rank} {dtype} {tuple(shape)}")
+            for offsets, lengths in boxes:
+                entry[2].setdefault(Box(tuple(offsets), tuple(lengths)), []).append(rank)
+    for name, (_, shape, holders) in entries.items():
+        if fault := fault_of_cover(shape, list(holders)):
+            raise SaveFailed(f"the ranks together do not hold {name} exactly once: {fault}")
+    return _Announcement(entries, mine), text
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes which box, in the order of each file; the same on every rank but for `mine`."""
+
+    entries: dict[str, TensorEntry]
+    writing: list[tuple[str, str, Box, torch.Tensor]]
+
+    @classmethod
+    def of(cls, held: _Announcement, rank: int) -> _Plan:
+        """Boxes that one rank alone holds go to it, then each copy, largest first, to the holder with the least to write."""
+        loads: dict[int, int] = {}
+        takers: dict[tuple[str, Box], int] = {}
+        boxes = [
+            (DTYPE_BYTES[dtype] * box.num_elements, name, box, holders)
+            for name, (dtype, _, by_box) in held.entries.items()
+            for box, holders in by_box.items()
+        ]
+        for size, name, box, holders in sorted(boxes, key=lambda item: (len(item[3]) > 1, -item[0], item[1], item[2])):
+            taker = min(holders, key=lambda holder: (loads.get(holder, 0), holder))
+            loads[taker] = loads.get(taker, 0) + size
+            takers[name, box] = taker
+        entries = {}
+        for name, (dtype, shape, by_box) in held.entries.items():
+            slices = [
+                Slice(_file_of(takers[name, box]), name if box == whole(shape) else f"{name}{box}", box) for box in sorted(by_box)
+            ]
+            entries[name] = TensorEntry(dtype, shape, tuple(slices))
+        writing = [
+            (name, tensor.dtype, piece.box, piece.values)
+            for name, tensor in held.mine.items()
+            for piece in tensor.pieces
+            if takers[name, piece.box] == rank
+        ]
+        # Wide elements first, so that every tensor's bytes begin at a multiple of its element size.
+        writing.sort(key=lambda item: (-DTYPE_BYTES[item[1]], item[0], item[2]))
+        return cls(entries, writing)
+
+
+def _file_of(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
+
+
+def _begun(ranks: Ranks, root: Path, disk: Disk) -> Path:
+    """The folder to write into, made by the first rank."""
+    told = {"folder": "", "fault": None}
+    if ranks.is_first:
+        try:
+            told["folder"] = str(commit.begin(root, disk).name)
+        except (OSError, ShardwrightError) as error:
+            told["fault"] = _fault(error)
+    told = ranks.from_first(told)
+    _require_no_faults([told["fault"]], f"nothing was written to {root}")
+    return root / str(told["folder"])
+
+
+def _written(ranks: Ranks, plan: _Plan, folder: Path, step: int, text: bytes, disk: Disk) -> Manifest:
+    """Every rank writes its file, the first one the values too; the manifest of all."""
+    files: dict[str, list[Any]] = {}
+    fault = None
+    try:
+        if plan.writing:
+            files[_file_of(ranks.rank)] = _write_shard(folder / _file_of(ranks.rank), plan, disk)
+        if ranks.is_first:
+            files[VALUES_NAME] = [len(text), write_file(folder / VALUES_NAME, text, disk)]
+        disk.sync_folder(folder)
+    except (OSError, RuntimeError, MemoryError) as error:
+        fault = _fault(error)
+    everyone = ranks.gather({"fault": fault, "files": files})
+    _require_no_faults([told["fault"] for told in everyone], "older checkpoints are whole")
+    return Manifest(
+        step=step,
+        world_size=ranks.world_size,
+        files={name: StoredFile(*file) for told in everyone for name, file in told["files"].items()},
+        tensors=plan.entries,
+        written_by=f"shardwright {__version__}, torch {torch.__version__}",
+    )
+
+
+def _write_shard(path: Path, plan: _Plan, disk: Disk) -> list[Any]:
+    """Write a rank's file; its size in bytes and SHA-256."""
+    keys = {(name, part.box): part.key for name, entry in plan.entries.items() for part in entry.slices}
+    with HashedFile(path, disk) as file:
+        file.write(memoryview(compose_header([(keys[name, box], dtype, box.lengths) for name, dtype, box, _ in plan.writing])))
+        for _, _, _, values in plan.writing:
+            for block in blocks(values):
+                file.write(block)
+        sha256 = file.finish()
+        return [file.size_bytes, sha256]
+
+
+def _committed(
+    ranks: Ranks, root: Path, folder: Path, manifest: Manifest, keep_last: int | None, best: bool, disk: Disk
+) -> tuple[Path, list[Path]]:
+    """The first rank publishes and prunes; all ranks learn how it went."""
+    told: dict[str, Any] = {"name": "", "removed": [], "fault": None}
+    if ranks.is_first:
+        try:
+            told["name"] = commit.publish(root, folder, manifest, best=best, disk=disk).name
+        except (OSError, ShardwrightError) as error:
+            told["fault"] = _fault(error)
+        if told["fault"] is None and keep_last is not None:
+            try:
+                told["removed"] = [path.name for path in commit.prune(root, keep_last, disk)]
+            except OSError as error:  # the save itself is done; say it and go on
+                logger.warning("could not remove older checkpoints of %s: %s", root, error)
+    told = ranks.from_first(told)
+    _require_no_faults([told["fault"]], "older checkpoints are whole")
+    return root / told["name"], [root / name for name in told["removed"]]
+
+
+def _fault(error: BaseException) -> str:
+    """One line about an exception."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    return str(error) or type(error).__name__
+
+
+def _require_no_faults(faults: list[str | None], consequence: str) -> None:
+    """Raise the same SaveFailed on every rank if any rank met a fault."""
+    met = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault is not None]
+    if met:
+        raise SaveFailed(f"the checkpoint could not be saved; {consequence}. {'; '.join(met)}")
+
+
+def _discard_quietly(folder: Path, disk: Disk) -> None:
+    """Remove what a failed save wrote; if even that fails, the next save does it."""
+    try:
+        commit.discard(folder, disk)
+    except OSError as error:
+        logger.warning("could not remove %s: %s; the next save will", folder, error)
