@@ -1,4 +1,4 @@
-"""The optimizer over named parameters, and its state by parameter name."""
+"""The optimizer over named parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwright.config.schema import OptimizerSection
 
@@ -22,13 +21,11 @@ def build_optimizer(
     learning_rate: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD with decoupled names: every group carries `param_names`, and decays or does not.
+    """AdamW or SGD, parameters in one group that decays and one that does not, each carrying its `param_names`.
 
-    Matrices (two or more dimensions, embeddings included, as nanoGPT and the GPT-3 line do) are decayed; vectors (norms,
-    biases) are not. The number of dimensions is that of the whole parameter, so a shard never changes group. Frozen parameters
-    are left out.
-
-    Weight decay of AdamW is decoupled (Loshchilov and Hutter 2019); SGD's is added to the gradient, as torch has it.
+    Matrices are decayed (whatever has two or more dimensions, so embeddings too, as nanoGPT has it); vectors are not: norms and
+    biases. Dimensions are those of the whole parameter, so a cut never moves one to the other group. Frozen ones are left out.
+    AdamW's decay is decoupled (Loshchilov and Hutter 2019); SGD's is added to the gradient. Works on DTensors.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -55,15 +52,17 @@ def build_optimizer(
 
 
 def choose_implementation(parameters: list[torch.nn.Parameter]) -> dict[str, bool]:
-    """Fused where torch has it for every parameter's device and dtype, else foreach, else a loop."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    if not local:
-        return {"fused": False, "foreach": False}
-    if all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in local):
+    """The fastest form that torch has for all of the parameters' devices and dtypes: fused, else foreach, else a loop.
+
+    Fused updates run one kernel over all parameters and need no temporary copies; torch has them for floating-point
+    parameters on CPU and CUDA, and raises on others.
+    """
+    kinds = {parameter.device.type for parameter in parameters}
+    if kinds and kinds <= {"cpu", "cuda"} and all(parameter.is_floating_point() for parameter in parameters):
         return {"fused": True}
-    if all(p.device.type in ("cuda", "xpu") for p in local):
+    if kinds and kinds <= {"cuda", "xpu"}:
         return {"foreach": True}
-    return {"fused": False, "foreach": False}
+    return {"foreach": False}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
