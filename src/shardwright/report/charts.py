@@ -1,0 +1,275 @@
+"""Which charts a report holds, what stands in each of them, and the table behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from shardwright.report.plot import GREY, Frame, Series
+from shardwright.report.runs import Run
+from shardwright.report.scale import pad_range, write_value
+from shardwright.report.thin import Floats, bin_means, smooth, thin
+from shardwright.telemetry.events import Resumed, Step
+from shardwright.telemetry.meter import PARTS
+from shardwright.units import GIB_BYTES
+
+_TABLE_ROWS = 40
+_MAX_LINES_PER_RUN = 6
+_AREA_BUCKETS = 120
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers behind a chart: a sample of rows, evenly spaced, the last one always."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the page, before it is drawn at the widths that the page needs."""
+
+    key: str
+    title: str
+    series: tuple[Series, ...]
+    frame: Frame
+    table: Table
+    note: str = ""
+    """One line under the title: how to read it."""
+    wide: bool = False
+    hover: tuple[Series, ...] = field(default=())
+    """What a pointer reads; default the labelled series."""
+
+    @property
+    def readable(self) -> tuple[Series, ...]:
+        """Series that a pointer reads."""
+        return self.hover or tuple(s for s in self.series if s.labelled)
+
+
+def build_charts(runs: Sequence[Run]) -> list[Chart]:
+    """All charts for which there is data, in reading order."""
+    axis = _Axis.of(runs)
+    charts = [
+        _chart_loss(runs, axis),
+        _chart_value(runs, axis, "gradient-norm", "Gradient norm", "global norm before the clip", lambda s: s.gradient_norm),
+        _chart_value(
+            runs, axis, "learning-rate", "Learning rate", "learning rate", lambda s: s.learning_rate, smoothed=False, from_zero=True
+        ),
+        _chart_value(
+            runs, axis, "throughput", "Throughput", "tokens per second, all ranks", lambda s: s.tokens_per_second, from_zero=True
+        ),
+        _chart_value(runs, axis, "mfu", "MFU", "% of the measured matmul ceiling", _mfu_percent, from_zero=True),
+        _chart_memory(runs, axis),
+        *(_chart_time(run, axis, f"time-{index}", alone=len(runs) == 1) for index, run in enumerate(runs)),
+        _chart_value(runs, axis, "loss-scale", "Loss scale", "fp16 loss scale", lambda s: s.loss_scale, smoothed=False),
+    ]
+    return [chart for chart in charts if any(np.isfinite(s.y).any() for s in chart.series)]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """x of all charts: steps, or tokens where the runs' steps do not hold the same number of them."""
+
+    label: str
+    by_tokens: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> _Axis:
+        sizes = {run.start.global_batch_tokens for run in runs if run.start is not None}
+        return cls("tokens seen", True) if len(sizes) > 1 else cls("step", False)
+
+    def of_steps(self, run: Run) -> Floats:
+        return run.tokens_seen if self.by_tokens else run.step_numbers
+
+    def of_evaluations(self, run: Run) -> Floats:
+        each = run.steps[-1].tokens if self.by_tokens and run.steps else 1
+        return np.array([each * (e.step or 0) for e in run.evaluations], dtype=np.float64)
+
+
+def _mfu_percent(step: Step) -> float | None:
+    return None if step.mfu is None else 100 * step.mfu
+
+
+def _chart_loss(runs: Sequence[Run], axis: _Axis) -> Chart:
+    alone = len(runs) == 1
+    raw, lines, points = [], [], []
+    for colour, run in enumerate(runs):
+        x = axis.of_steps(run)
+        raw.append(Series(f"{run.name}, every step", x, run.loss, colour, "faint", labelled=False))
+        lines.append(Series("training" if alone else run.name, x, run.smooth_loss, colour))
+        if run.evaluations:
+            loss = np.array([e.loss for e in run.evaluations])
+            name = "validation" if alone else f"{run.name}, validation"
+            points.append(Series(name, axis.of_evaluations(run), loss, 1 if alone else colour, "dots", labelled=alone))
+    y_range, clipped = _robust_range(lines + points, raw)
+    width = max(run.smoothing for run in runs)
+    note = "Mean over the supervised tokens of the batch." + (
+        f" Bold: mean over {2 * width + 1} steps; faint: every step." if width else ""
+    )
+    note += " Dots: validation." if points else ""
+    note += f" {clipped:,} steps lie outside the frame." if clipped else ""
+    resumed = sorted({e.step or 0 for run in runs for e in run.log.of(Resumed)}) if alone else []
+    marks = tuple((float(step), "resumed") for step in resumed[:6]) if not axis.by_tokens else ()
+    # The first steps fall far and fast; where they would flatten the rest, the scale is logarithmic.
+    log = y_range is not None and 0 < 3 * y_range[0] < y_range[1]
+    frame = Frame(x_label=axis.label, y_label="loss, nats per token", y_log=log, y_range=y_range, marks=marks)
+    table = _tabulate(axis, runs, [("training loss", lambda run: run.smooth_loss), ("validation loss", _validation_at_steps)])
+    return Chart("loss", "Loss", (*raw, *points, *lines), frame, table, note, wide=True, hover=(*lines, *points))
+
+
+def _smoothing_note(runs: Sequence[Run]) -> str:
+    width = max(run.smoothing for run in runs)
+    return f"Bold: mean over {2 * width + 1} steps; faint: every step." if width else ""
+
+
+def _validation_at_steps(run: Run) -> Floats:
+    found = {e.step: e.loss for e in run.evaluations}
+    return np.array([found.get(step.step, math.nan) for step in run.steps])
+
+
+def _robust_range(lines: list[Series], raw: list[Series]) -> tuple[tuple[float, float] | None, int]:
+    """A range that a few wild steps do not stretch, and how many points it leaves outside."""
+    inner = [s.y[np.isfinite(s.y)] for s in lines]
+    outer = [s.y[np.isfinite(s.y)] for s in raw]
+    inner, outer = [y for y in inner if len(y)], [y for y in outer if len(y)]
+    if not inner or not outer:
+        return None, 0
+    low = min(min(y.min() for y in inner), min(float(np.quantile(y, 0.002)) for y in outer))
+    high = max(max(y.max() for y in inner), max(float(np.quantile(y, 0.998)) for y in outer))
+    if high <= low:
+        return None, 0
+    low, high = pad_range(float(low), float(high), log=0 < 3 * low < high)
+    return (low, high), int(sum(((y < low) | (y > high)).sum() for y in outer))
+
+
+def _chart_value(
+    runs: Sequence[Run],
+    axis: _Axis,
+    key: str,
+    title: str,
+    label: str,
+    value: Callable[[Step], float | None],
+    *,
+    smoothed: bool = True,
+    from_zero: bool = False,
+) -> Chart:
+    """A chart of one number per step, one curve per run."""
+    raw, lines = [], []
+    for colour, run in enumerate(runs):
+        x, y = axis.of_steps(run), run.curve(value)
+        half_width = run.smoothing if smoothed else 0
+        if half_width:
+            raw.append(Series(f"{run.name}, every step", x, y, colour, "faint", labelled=False))
+        lines.append(Series(run.name, x, smooth(y, half_width), colour, labelled=len(runs) > 1))
+    y_range, clipped = _robust_range(lines, raw)
+    spans = [s.y[np.isfinite(s.y) & (s.y > 0)] for s in lines]
+    spans = [y for y in spans if len(y)]
+    log = not from_zero and bool(spans) and max(y.max() for y in spans) > 30 * min(y.min() for y in spans)
+    if log:
+        y_range, clipped = None, 0
+    elif from_zero and y_range is not None:
+        y_range = (0.0, y_range[1])
+    rules: tuple[tuple[float, str], ...] = ()
+    if key == "gradient-norm":
+        clips = {limit for run in runs if (limit := _clip_norm(run)) is not None}
+        rules = tuple((limit, f"clipped to {limit:g}") for limit in clips) if len(clips) == 1 else ()
+    frame = Frame(x_label=axis.label, y_label=label, y_log=log, y_from_zero=from_zero, y_range=y_range, rules=rules)
+    note = (_smoothing_note(runs) if smoothed else "Of every step.") + (
+        f" {clipped:,} steps lie outside the frame." if clipped else ""
+    )
+    table = _tabulate(axis, runs, [(label, lambda run: run.curve(value))])
+    return Chart(key, title, (*raw, *lines), frame, table, note, hover=tuple(lines))
+
+
+def _clip_norm(run: Run) -> float | None:
+    training = (run.start.recipe.get("training") or {}) if run.start else {}
+    limit = training.get("max_grad_norm") if isinstance(training, dict) else None
+    return float(limit) if isinstance(limit, int | float) else None
+
+
+def _chart_memory(runs: Sequence[Run], axis: _Axis) -> Chart:
+    """Peak memory: every rank where there are few, else the highest and lowest; of several runs the highest rank of each."""
+    series: list[Series] = []
+    for colour, run in enumerate(runs):
+        table = run.memory / GIB_BYTES
+        x, ranks = axis.of_steps(run), table.shape[1]
+        if not ranks:
+            continue
+        if len(runs) > 1:
+            series.append(Series(run.name, x, table.max(axis=1), colour))
+        elif ranks <= _MAX_LINES_PER_RUN:
+            series += [Series(f"rank {rank}", x, table[:, rank], rank) for rank in range(ranks)]
+        else:
+            series.append(Series(f"highest of {ranks} ranks", x, table.max(axis=1), 0))
+            series.append(Series("lowest", x, table.min(axis=1), 2))
+    note = "Peak of the highest rank of each run." if len(runs) > 1 else "Peak of each rank."
+    frame = Frame(x_label=axis.label, y_label="memory per rank, GiB", y_from_zero=True)
+    columns: list[tuple[str, Callable[[Run], Floats]]] = [
+        ("highest rank, GiB", lambda run: _per_rank(run, np.max)),
+        ("lowest rank, GiB", lambda run: _per_rank(run, np.min)),
+    ]
+    return Chart("memory", "Memory", tuple(series), frame, _tabulate(axis, runs, columns), note)
+
+
+def _per_rank(run: Run, reduce: Callable[..., Floats]) -> Floats:
+    return reduce(run.memory, axis=1) / GIB_BYTES if run.memory.size else np.full(len(run.steps), np.nan)
+
+
+def _chart_time(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
+    """Where the time of a step goes, stacked; what no part accounts for is `other`."""
+    x = axis.of_steps(run)
+    total = run.curve(lambda step: step.step_seconds)
+    parts = {part: run.curve(lambda step, part=part: getattr(step, f"{part}_seconds")) for part in PARTS}  # type: ignore[misc]
+    known = {part: np.nan_to_num(values) for part, values in parts.items() if np.isfinite(values).any()}
+    # The first step compiles and fills caches: it would flatten all others.
+    cut = 1 if len(x) > 10 else 0
+    top = float(np.quantile(total[cut:], 0.99)) if len(total) > cut else 0.0
+    factor, unit = (1000.0, "ms") if top < 1 else (1.0, "s")
+    stack: list[Series] = []
+    if known:
+        known["other"] = np.maximum(0.0, total - sum(known.values()))
+        for colour, (part, values) in enumerate(known.items()):
+            bx, by = bin_means(x[cut:], factor * values[cut:], _AREA_BUCKETS)
+            stack.append(Series(part, bx, by, GREY if part == "other" else colour, "area"))
+    frame = Frame(x_label=axis.label, y_label=f"{unit} per step", y_range=(0.0, 1.05 * factor * top) if top > 0 else None)
+    title = "Time per step" if alone else f"Time per step: {run.name}"
+    columns = [(f"{part}, ms", lambda run, values=values: 1000 * values) for part, values in known.items()]
+    table = _tabulate(axis, [run], [*columns, ("whole step, ms", lambda run: 1000 * total)])
+    return Chart(key, title, tuple(stack), frame, table, "On rank 0." + (" The first step is left out." if cut else ""))
+
+
+def _tabulate(axis: _Axis, runs: Sequence[Run], columns: Sequence[tuple[str, Callable[[Run], Floats]]]) -> Table:
+    """A column per run and value; rows where the first run has steps."""
+    listed = [(run, name, values) for run in runs for name, values in columns if len(run.steps)]
+    if not listed:
+        return Table((axis.label,), ())
+    curves = {
+        (id(run), name): dict(zip(axis.of_steps(run).tolist(), values(run).tolist(), strict=True)) for run, name, values in listed
+    }
+    longest = max(runs, key=lambda run: len(run.steps))
+    x = axis.of_steps(longest)
+    wanted = set(np.unique(np.linspace(0, len(x) - 1, min(_TABLE_ROWS, len(x))).round().astype(int)).tolist())
+    if any(name == "validation loss" for name, _ in columns):  # few and precious: each has its row, up to a limit
+        evaluated = [i for i, value in enumerate(_validation_at_steps(longest)) if math.isfinite(value)]
+        wanted |= set(evaluated[:: math.ceil(len(evaluated) / _TABLE_ROWS)] if evaluated else [])
+    rows = []
+    for index in sorted(wanted):
+        at = float(x[index])
+        cells = [curves[id(run), name].get(at, math.nan) for run, name, _ in listed]
+        rows.append((f"{at:,.0f}", *(write_value(cell) if math.isfinite(cell) else "" for cell in cells)))
+    heads = [name if len(runs) == 1 else f"{run.name}: {name}" for run, name, _ in listed]
+    note = f"{len(rows)} of {len(x):,} steps; events.jsonl has them all." if len(rows) < len(x) else ""
+    return Table((axis.label, *heads), tuple(rows), note)
+
+
+def thin_for_hover(series: Series, buckets: int = 150) -> Series:
+    """The series with few enough points to travel a second time, as numbers."""
+    if series.style == "area":
+        return series
+    x, y = thin(series.x, series.y, buckets)
+    return replace(series, x=x, y=y)

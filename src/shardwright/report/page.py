@@ -1,0 +1,248 @@
+"""The report: one HTML page that needs nothing but itself. No network, no library; it reads without its script, too."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from html import escape
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from shardwright import __version__
+from shardwright.report.charts import Chart, Table, build_charts, thin_for_hover
+from shardwright.report.plot import NUM_COLOURS, STYLE, svg_curves
+from shardwright.report.runs import Run, summarise
+from shardwright.report.timeline import list_history, svg_timeline
+from shardwright.telemetry.events import Failed, SkippedStep, Warned
+from shardwright.telemetry.sinks import describe
+from shardwright.units import format_bytes, format_count, format_seconds
+
+_WIDTHS = {"large": (1116, 380), "medium": (560, 290), "narrow": (350, 250)}
+"""Drawn three times, so that text keeps its size from a phone to a desk; the page's style picks one by the room there is."""
+
+
+def render_page(runs: Sequence[Run]) -> str:
+    """The page of one run, or of several laid over each other."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
+    files = resources.files("shardwright.report")
+    style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    summaries = [summarise(run) for run in runs]
+    body = [
+        _head_of_one(runs[0], summaries[0]) if len(runs) == 1 else _head_of_many(runs, summaries),
+        *(_notices(run, name_it=len(runs) > 1) for run in runs),
+        '<div class="charts">',
+        *(_render_chart(chart) for chart in build_charts(runs)),
+        "</div>",
+        *(_render_history(run, name_it=len(runs) > 1) for run in runs),
+        *(_render_setup(run, name_it=len(runs) > 1) for run in runs),
+        f"<footer>Made by shardwright {escape(__version__)} from events.jsonl.</footer>",
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'; img-src data:\">"
+        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{STYLE}{style}</style></head>\n'
+        f"<body><main>{''.join(body)}</main><script>{script}</script></body></html>\n"
+    )
+
+
+def _head_of_one(run: Run, summary: dict[str, Any]) -> str:
+    start = run.start
+    lead = "no start was recorded"
+    if start is not None:
+        lead = (
+            f"{format_count(start.num_parameters)} parameters · layout {start.layout} · "
+            f"{start.world_size} rank{'s' if start.world_size != 1 else ''} on {start.host}"
+        )
+    status = summary["status"]
+    return (
+        f'<h1>{escape(run.name)}<span class="status {escape(status.split()[0])}">{escape(status)}</span></h1>'
+        f'<p class="lead quiet">{escape(lead)}</p><div class="tiles">'
+        + "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in _facts(summary))
+        + "</div>"
+    )
+
+
+def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The numbers that people ask for first; those that are not known are left out."""
+    total = summary["total_steps"]
+    best_at = (
+        f"best validation loss, step {summary['best_validation_step']:,}" if summary["best_validation_step"] is not None else ""
+    )
+    peak = max(summary["peak_memory_bytes"], default=None)
+    found: list[tuple[str, str | None]] = [
+        (best_at, _loss(summary["best_validation_loss"])),
+        ("training loss at the end", _loss(summary["training_loss"])),
+        (f"of {total:,} steps" if total else "steps", f"{summary['steps']:,}"),
+        ("tokens seen", format_count(summary["tokens"])),
+        ("tokens per second", _maybe(summary["tokens_per_second"], format_count)),
+        ("MFU", _maybe(summary["mfu"], lambda share: f"{share:.1%}")),
+        ("peak memory of a rank", _maybe(peak, format_bytes)),
+        ("in training", format_seconds(summary["total_seconds"]) if summary["total_seconds"] else None),
+        ("of the time useful", f"{summary['useful_share']:.0%}" if summary["useful_share"] else None),
+    ]
+    return [(name, value) for name, value in found if value is not None]
+
+
+def _maybe(value: float | None, write: Any) -> str | None:
+    return None if value is None else str(write(value))
+
+
+def _loss(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"
+
+
+def _head_of_many(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) -> str:
+    columns = (
+        "run", "status", "layout", "steps", "training loss", "best validation", "tokens/s", "MFU", "peak memory", "time",
+    )  # fmt: skip
+    rows = []
+    for index, (run, s) in enumerate(zip(runs, summaries, strict=True)):
+        cells = (
+            s["status"], s["layout"] or "", f"{s['steps']:,}",
+            _loss(s["training_loss"]) or "", _loss(s["best_validation_loss"]) or "",
+            _maybe(s["tokens_per_second"], format_count) or "", _maybe(s["mfu"], lambda share: f"{share:.1%}") or "",
+            _maybe(max(s["peak_memory_bytes"], default=None), format_bytes) or "", format_seconds(s["total_seconds"]),
+        )  # fmt: skip
+        chip = f'<i style="background:var(--c{index % NUM_COLOURS})"></i>'
+        rows.append(f"<tr><td>{chip}{escape(run.name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    return (
+        f'<h1>{len(runs)} runs</h1><p class="lead quiet">Laid over each other; a colour is a run.</p>'
+        f'<div class="card"><div class="scroll plot-colours"><table class="runs"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></div>"
+    )
+
+
+def _notices(run: Run, *, name_it: bool) -> str:
+    """What went wrong or was left out, where nobody overlooks it."""
+    name = f"{run.name}: " if name_it else ""
+    lines = [("notice bad", describe(event)) for event in run.log.of(Failed)]
+    skipped = sum(isinstance(event, SkippedStep) for event in run.survivors)
+    if skipped:
+        lines.append(("notice", f"{skipped:,} step{'s were' if skipped > 1 else ' was'} skipped: the gradient was not finite"))
+    warnings = [describe(event) for event in run.log.of(Warned)]
+    lines += [("notice", line) for line in dict.fromkeys(warnings[:5])]
+    if len(warnings) > 5:
+        lines.append(("notice", f"and {len(warnings) - 5} more warnings; the timeline's table has them all"))
+    lines += [("notice", problem) for problem in run.log.problems]
+    return "".join(f'<p class="{kind}">{escape(name + line)}</p>' for kind, line in lines)
+
+
+def _render_chart(chart: Chart) -> str:
+    sizes = _WIDTHS if chart.wide else {name: size for name, size in _WIDTHS.items() if name != "large"}
+    pictures = []
+    for name, (width, height) in sizes.items():
+        crowded = name == "narrow" or (name == "medium" and len(chart.readable) > 8)
+        frame = replace(
+            chart.frame, width=width, height=height, labels="legend" if crowded else "direct", key=f"{chart.key}-{name}",
+            description=_describe_chart(chart),
+        )  # fmt: skip
+        pictures.append(svg_curves(chart.series, frame).replace('class="plot"', f'class="plot {name}"', 1))
+    # The page's charts may be dozens of pixels apart in what a pointer can tell: what it reads is thinned, rounded.
+    hover = {
+        "x": chart.frame.x_label,
+        "series": [
+            {
+                "name": s.name if len(chart.readable) > 1 else "",
+                "tone": s.tone,
+                "x": _short(t.x),
+                "y": _short(t.y),
+                "gap": _gap(t.x),
+            }
+            for s in chart.readable
+            for t in (thin_for_hover(s),)
+        ],
+    }
+    wide = " wide" if chart.wide else ""
+    return (
+        f'<section class="card{wide}" id="{chart.key}"><h2>{escape(chart.title)}</h2><p>{escape(chart.note)}</p>'
+        f'<div class="figure" data-chart="{chart.key}-data">{"".join(pictures)}</div>'
+        f'<script type="application/json" id="{chart.key}-data">{_script_json(hover)}</script>'
+        f"{_render_table(chart.table)}</section>"
+    )
+
+
+def _describe_chart(chart: Chart) -> str:
+    """What a screen reader says: the title, and where each curve ends."""
+    ends = []
+    for series in chart.readable[:8]:
+        finite = [value for value in series.y.tolist() if math.isfinite(value)]
+        if finite:
+            ends.append(f"{series.name} from {finite[0]:.4g} to {finite[-1]:.4g}")
+    return f"{chart.title}, {chart.frame.y_label} over {chart.frame.x_label}: " + "; ".join(ends)
+
+
+def _short(values: Any) -> list[float]:
+    return [float(f"{value:.6g}") for value in values.tolist() if math.isfinite(value)]
+
+
+def _gap(x: Any) -> float:
+    """Half the widest gap between points: how far from a point the pointer may be and still read it."""
+    return float((x[1:] - x[:-1]).max() / 2) if len(x) > 1 else 0.0
+
+
+def _script_json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _render_table(table: Table) -> str:
+    note = f'<p class="quiet">{escape(table.note)}</p>' if table.note else ""
+    return f"<details><summary>Table</summary>{note}{_table(table.columns, table.rows)}</details>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<div class="scroll" tabindex="0"><table{of_kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _render_history(run: Run, *, name_it: bool) -> str:
+    title = f"Timeline: {run.name}" if name_it else "Timeline"
+    strips = "".join(
+        svg_timeline(run, width).replace('class="plot"', f'class="plot {name}"', 1) for name, (width, _) in _WIDTHS.items()
+    )
+    rows = list_history(run)
+    shown = rows if len(rows) <= 400 else rows[:200] + rows[-200:]
+    note = f"The first and last 200 of {len(rows):,} lines." if len(rows) > 400 else ""
+    table = _table(("after", "kind", "what"), shown, "words")
+    return (
+        f'<section class="card history"><h2>{escape(title)}</h2><div class="figure">{strips}</div>'
+        f'<details><summary>Table</summary><p class="quiet">{note}</p>{table}</details></section>'
+    )
+
+
+def _render_setup(run: Run, *, name_it: bool) -> str:
+    start = run.start
+    if start is None:
+        return ""
+    facts = {
+        "run folder": str(run.path),
+        "host": start.host,
+        "devices": ", ".join(dict.fromkeys(start.devices)),
+        "layout": start.layout,
+        "batch": f"{start.global_batch_tokens:,} tokens per step",
+        "parameters": f"{start.num_parameters:,}",
+        "model FLOPs per token": format_count(start.flops_per_token) if start.flops_per_token else "not recorded",
+        "matmul ceiling": f"{start.matmul_flops_per_second / 1e12:.3g} TFLOP/s per device"
+        if start.matmul_flops_per_second
+        else "not measured",
+        "versions": ", ".join(f"{name} {version}" for name, version in start.versions.items()),
+        "data hash": start.data_hash,
+    }
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    title = f"Set-up: {run.name}" if name_it else "Set-up"
+    recipe = yaml.safe_dump(start.recipe, sort_keys=False, allow_unicode=True)
+    plan = yaml.safe_dump(start.plan, sort_keys=False, allow_unicode=True)
+    return (
+        f'<section class="card"><h2>{escape(title)}</h2><dl class="facts">{listed}</dl>'
+        f"<details><summary>Recipe</summary><pre>{escape(recipe)}</pre></details>"
+        f"<details><summary>Plan</summary><pre>{escape(plan)}</pre></details></section>"
+    )

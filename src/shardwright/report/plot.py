@@ -1,0 +1,333 @@
+"""Line charts as SVG text, made by hand: no library, no script, themed by CSS variables for light and dark.
+
+`svg_curves` draws one chart. On the report page it is inline and takes the page's style; `standalone=True` makes a file that
+brings its own, for a README.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from shardwright.report.scale import Scale, find_ticks, pad_range, write_ticks
+from shardwright.report.thin import Floats, thin
+
+NUM_COLOURS = 6
+GREY = -1
+"""A colour beside the palette, for what is left over."""
+
+STYLE = """
+:root{--c0:#1f5fbf;--c1:#b3500a;--c2:#0f766e;--c3:#7c3aab;--c4:#b42348;--c5:#5c6800;--c6:#6b7480;
+--ink:#1b1f24;--quiet:#57606a;--grid:#e3e6ea;--paper:#ffffff}
+.plot{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
+@media (prefers-color-scheme:dark){:root{--c0:#79b0ff;--c1:#ffab6b;--c2:#5ccfbb;--c3:#cda2ff;--c4:#ff8fa6;--c5:#c8d35a;--c6:#98a1ad;
+--ink:#e6e9ee;--quiet:#9aa4b2;--grid:#2b313a;--paper:#14171c}}
+.plot text{fill:var(--quiet)}.plot .name{fill:var(--ink);font-weight:600}
+.plot .grid{stroke:var(--grid);stroke-width:1}.plot .rule{stroke:var(--quiet);stroke-dasharray:3 3}
+.plot .mark{stroke:var(--quiet);stroke-dasharray:1 3}.plot path{fill:none;stroke-linejoin:round;stroke-linecap:round}
+.plot .line{stroke-width:1.8}.plot .faint{stroke-width:1;opacity:.28}.plot .dashed{stroke-width:1.8;stroke-dasharray:5 4}
+.plot .area{stroke:none;opacity:.8}.plot .dot{stroke:var(--paper);stroke-width:1}
+""" + "".join(
+    f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}.plot text.f{i}{{fill:var(--c{i});font-weight:600}}"
+    for i in range(NUM_COLOURS + 1)
+)
+
+_CHARACTER_PIXELS = 7.4
+"""Average advance of a semibold 12 px system font; labels are laid out with it."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. `colour` counts into the palette and goes round."""
+
+    name: str
+    x: Floats
+    y: Floats
+    colour: int = 0
+    style: Literal["line", "faint", "dashed", "dots", "area"] = "line"
+    """`faint` is for what stands behind (raw values); `dots` joins points by a dashed line; an `area` stands on the one before."""
+    labelled: bool = True
+
+    @property
+    def tone(self) -> int:
+        """Palette entry."""
+        return NUM_COLOURS if self.colour == GREY else self.colour % NUM_COLOURS
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a chart is drawn into."""
+
+    width: int = 720
+    height: int = 320
+    x_label: str = "step"
+    y_label: str = ""
+    y_log: bool = False
+    y_from_zero: bool = False
+    y_range: tuple[float, float] | None = None
+    """Default: all of it. Values outside are clipped; say so in words beside the chart."""
+    rules: tuple[tuple[float, str], ...] = ()
+    """Horizontal reference lines: value, label."""
+    marks: tuple[tuple[float, str], ...] = ()
+    """Vertical lines: x, label."""
+    labels: Literal["direct", "legend"] = "direct"
+    """Names at the ends of the curves, or in rows above them where it is narrow."""
+    key: str = "plot"
+    """Unique on a page: names the clip path."""
+    description: str = ""
+    """What a screen reader says."""
+
+
+@dataclass
+class _Canvas:
+    """Pixels and scales of one drawing."""
+
+    frame: Frame
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x: Scale
+    y: Scale
+    legend_top: float
+    legend_rows: list[list[str]]
+    """Names above the frame; empty where they stand at the curves' ends."""
+    parts: list[str] = field(default_factory=list)
+
+
+def svg_curves(
+    series: Sequence[Series],
+    frame: Frame = Frame(),
+    *,
+    title: str = "",
+    standalone: bool = False,
+) -> str:
+    """The chart as SVG text.
+
+    Args:
+        series: curves in drawing order; areas are stacked in that order.
+        frame: size, axes, reference lines.
+        title: drawn above a standalone chart; an inline one has the page's heading.
+        standalone: a file of its own, with style, background and namespace.
+    """
+    drawn = [s for s in _stack(series) if np.isfinite(s.y).any()]
+    canvas = _lay_out(drawn, frame, title if standalone else "")
+    _draw_axes(canvas)
+    _draw_marks(canvas)
+    canvas.parts.append(
+        f'<clipPath id="{frame.key}-clip"><rect x="{canvas.left:.0f}" y="{canvas.top - 2:.0f}" '
+        f'width="{canvas.right - canvas.left + 4:.0f}" height="{canvas.bottom - canvas.top + 3:.0f}"/></clipPath>'
+        f'<g clip-path="url(#{frame.key}-clip)">'
+    )
+    below: Series | None = None
+    for item in drawn:
+        canvas.parts.append(_draw_series(canvas, item, below))
+        below = item if item.style == "area" else below
+    canvas.parts.append("</g>")
+    _draw_names(canvas, drawn)
+    if not drawn:
+        canvas.parts.append(
+            f'<text x="{(canvas.left + canvas.right) / 2:.0f}" y="{frame.height / 2:.0f}" text-anchor="middle">no data</text>'
+        )
+    return _wrap(canvas, title, standalone)
+
+
+def _wrap(canvas: _Canvas, title: str, standalone: bool) -> str:
+    frame = canvas.frame
+    description = escape(frame.description or title or frame.y_label, quote=True)
+    # What the page's script needs to turn a pointer's place into an x.
+    geometry = (canvas.x.low, canvas.x.high, canvas.left, canvas.right, canvas.top, canvas.bottom)
+    head = (
+        f'<svg class="plot" viewBox="0 0 {frame.width} {frame.height}" role="img" aria-label="{description}" '
+        f'data-x="{" ".join(f"{value:.10g}" for value in geometry)}"'
+    )
+    if not standalone:
+        return f"{head}>{''.join(canvas.parts)}</svg>"
+    background = f'<rect width="{frame.width}" height="{frame.height}" rx="8" style="fill:var(--paper)"/>'
+    heading = f'<text class="name" x="14" y="24" style="font-size:15px">{escape(title)}</text>' if title else ""
+    return (
+        f'{head} xmlns="http://www.w3.org/2000/svg" width="{frame.width}" height="{frame.height}">'
+        f"<style>{STYLE}</style>{background}{heading}{''.join(canvas.parts)}</svg>"
+    )
+
+
+def _stack(series: Sequence[Series]) -> list[Series]:
+    """Areas become the running sum of the areas before them."""
+    stacked: list[Series] = []
+    total: Floats | None = None
+    for item in series:
+        if item.style == "area":
+            total = item.y if total is None else total + item.y
+            item = Series(item.name, item.x, total, item.colour, item.style, item.labelled)
+        stacked.append(item)
+    return stacked
+
+
+def _lay_out(drawn: list[Series], frame: Frame, title: str) -> _Canvas:
+    xs = np.concatenate([s.x[np.isfinite(s.y)] for s in drawn]) if drawn else np.array([0.0, 1.0])
+    ys = np.concatenate([s.y[np.isfinite(s.y)] for s in drawn]) if drawn else np.array([0.0, 1.0])
+    x_low, x_high = float(xs.min()), float(xs.max())
+    if x_high <= x_low:
+        x_low, x_high = x_low - 0.5, x_high + 0.5
+    if frame.y_range is not None:
+        low, high = frame.y_range
+    else:
+        values = [float(ys.min()), float(ys.max()), *(value for value, _ in frame.rules)]
+        if frame.y_log:
+            values = [value for value in values if value > 0] or [1.0]
+            positive = ys[ys > 0]
+            values.append(float(positive.min()) if len(positive) else 1.0)
+        low, high = pad_range(min(values), max(values), log=frame.y_log)
+        if frame.y_from_zero or any(s.style == "area" for s in drawn):
+            low, high = 0.0, max(high, 1e-12)
+    names = [s.name for s in drawn if s.labelled]
+    direct = frame.labels == "direct" and bool(names)
+    right = frame.width - (min(160.0, 14 + _CHARACTER_PIXELS * max(map(len, names))) if direct else 12)
+    legend_top = 36.0 if title else 0.0
+    rows = [] if direct else _legend_rows(names, frame.width - 8)
+    top = legend_top + 18 * len(rows) + 28
+    bottom = frame.height - 34.0
+    ticks = write_ticks(find_ticks(low, high, 5, log=frame.y_log))
+    left = 16 + _CHARACTER_PIXELS * max((len(tick) for tick in ticks), default=1)
+    x_scale, y_scale = Scale(x_low, x_high, left, right), Scale(low, high, bottom, top, frame.y_log)
+    return _Canvas(frame, left, right, top, bottom, x_scale, y_scale, legend_top, rows)
+
+
+def _draw_axes(canvas: _Canvas) -> None:
+    frame, out = canvas.frame, canvas.parts
+    y_ticks = find_ticks(canvas.y.low, canvas.y.high, 5 if frame.height >= 200 else 3, log=frame.y_log)
+    for tick, written in zip(y_ticks, write_ticks(y_ticks), strict=True):
+        y = canvas.y(tick)
+        out.append(f'<path class="grid" d="M{canvas.left:.1f} {y:.1f}H{canvas.right:.1f}"/>')
+        out.append(f'<text x="{canvas.left - 7:.1f}" y="{y + 4:.1f}" text-anchor="end">{written}</text>')
+    count = max(2, min(8, int((canvas.right - canvas.left) / 64)))
+    x_ticks = find_ticks(canvas.x.low, canvas.x.high, count)
+    for tick, written in zip(x_ticks, write_ticks(x_ticks), strict=True):
+        x = canvas.x(tick)
+        out.append(f'<path class="grid" d="M{x:.1f} {canvas.bottom:.1f}v4"/>')
+        half = _CHARACTER_PIXELS * len(written) / 2
+        x = min(x, frame.width - 2 - half)  # the last one stays on the page
+        out.append(f'<text x="{x:.1f}" y="{canvas.bottom + 17:.1f}" text-anchor="middle">{written}</text>')
+    scale_note = ", log scale" if frame.y_log else ""
+    out.append(f'<text x="4" y="{canvas.top - 12:.0f}">{escape(frame.y_label)}{scale_note}</text>')
+    out.append(f'<text x="{canvas.right:.1f}" y="{canvas.bottom + 31:.1f}" text-anchor="end">{escape(frame.x_label)}</text>')
+
+
+def _draw_marks(canvas: _Canvas) -> None:
+    for value, label in canvas.frame.rules:
+        y = canvas.y(value)
+        if canvas.top <= y <= canvas.bottom:
+            canvas.parts.append(f'<path class="rule" d="M{canvas.left:.1f} {y:.1f}H{canvas.right:.1f}"/>')
+            canvas.parts.append(f'<text x="{canvas.right - 4:.1f}" y="{y - 5:.1f}" text-anchor="end">{escape(label)}</text>')
+    for value, label in canvas.frame.marks:
+        x = canvas.x(value)
+        if canvas.left <= x <= canvas.right:
+            anchor, shift = ("end", -4) if x > (canvas.left + canvas.right) / 2 else ("start", 4)
+            canvas.parts.append(f'<path class="mark" d="M{x:.1f} {canvas.top:.1f}V{canvas.bottom:.1f}"/>')
+            canvas.parts.append(f'<text x="{x + shift:.1f}" y="{canvas.top + 9:.1f}" text-anchor="{anchor}">{escape(label)}</text>')
+
+
+def _draw_series(canvas: _Canvas, item: Series, below: Series | None) -> str:
+    buckets = max(20, int((canvas.right - canvas.left) / 2.5))
+    if item.style == "area":
+        points = list(_points(canvas, item.x, item.y))
+        base = list(_points(canvas, below.x, below.y)) if below is not None else [(x, canvas.bottom) for x, _ in points]
+        return f'<path class="area f{item.tone}" style="fill:var(--c{item.tone})" d="{_path(points + base[::-1])}Z"/>'
+    x, y = thin(item.x, item.y, buckets)
+    points = _points(canvas, x, y)
+    if item.style == "dots":
+        dots = "".join(
+            f'<circle class="dot f{item.tone}" cx="{px:.1f}" cy="{py:.1f}" r="3.2"/>'
+            for px, py in points[:: max(1, len(points) // 60)]
+        )
+        return f'<path class="dashed s{item.tone}" d="{_path(points)}"/>{dots}'
+    # A second round of the palette is told apart by its dashes.
+    style = "dashed" if item.style == "line" and item.colour >= NUM_COLOURS else item.style
+    return f'<path class="{style} s{item.tone}" d="{_path(points)}"/>'
+
+
+def _points(canvas: _Canvas, x: Floats, y: Floats) -> list[tuple[float, float]]:
+    # Far outside the frame is as good as just outside, and keeps numbers short.
+    low, high = canvas.top - 500, canvas.bottom + 500
+    return [(canvas.x(a), min(high, max(low, canvas.y(b)))) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+
+
+def _path(points: list[tuple[float, float]]) -> str:
+    """Relative moves in tenths of a pixel: half the bytes of absolute ones."""
+    if not points:
+        return ""
+    tenths = [(round(x * 10), round(y * 10)) for x, y in points]
+    moves = "".join(f"{(b[0] - a[0]) / 10:g},{(b[1] - a[1]) / 10:g} " for a, b in pairwise(tenths) if a != b)
+    head = f"M{tenths[0][0] / 10:g},{tenths[0][1] / 10:g}"
+    return f"{head}l{moves.strip()}" if moves else f"{head}h0.1"
+
+
+def _draw_names(canvas: _Canvas, drawn: list[Series]) -> None:
+    named = [s for s in drawn if s.labelled]
+    if canvas.legend_rows:
+        tones = {s.name: s.tone for s in named}
+        for row, names in enumerate(canvas.legend_rows):
+            x, y = 4.0, canvas.legend_top + 13 + 18 * row
+            for name in names:
+                canvas.parts.append(f'<text class="f{tones[name]}" x="{x:.0f}" y="{y:.0f}">{escape(_shorten(name, 40))}</text>')
+                x += _legend_pixels(name)
+        return
+    wanted = []
+    before: float = canvas.bottom
+    for item in named:
+        finite = np.flatnonzero(np.isfinite(item.y))
+        y = min(canvas.bottom, max(canvas.top, canvas.y(float(item.y[finite[-1]]))))
+        if item.style == "area":  # its name stands in the middle of its own band
+            y, before = (y + before) / 2, y
+        wanted.append((y, item))
+    wanted.sort(key=lambda pair: pair[0])
+    for y, item in zip(_push_apart([y for y, _ in wanted], 15, canvas.top, canvas.bottom), (i for _, i in wanted), strict=True):
+        canvas.parts.append(
+            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(_shorten(item.name, 21))}</text>'
+        )
+
+
+def _push_apart(positions: list[float], gap: float, top: float, bottom: float) -> list[float]:
+    """Rising positions, moved as little as keeps them `gap` apart and inside.
+
+    >>> _push_apart([10.0, 11.0, 50.0], 15, 0, 100)
+    [10.0, 25.0, 50.0]
+    """
+    placed = list(positions)
+    for index in range(1, len(placed)):
+        placed[index] = max(placed[index], placed[index - 1] + gap)
+    if placed and placed[-1] > bottom:
+        placed[-1] = bottom
+        for index in range(len(placed) - 2, -1, -1):
+            placed[index] = min(placed[index], placed[index + 1] - gap)
+    return placed
+
+
+def _legend_rows(names: list[str], width: float) -> list[list[str]]:
+    rows: list[list[str]] = []
+    used = 0.0
+    for name in dict.fromkeys(names):
+        needed = _legend_pixels(name)
+        if not rows or used + needed > width:
+            rows.append([])
+            used = 0.0
+        rows[-1].append(name)
+        used += needed
+    return rows
+
+
+def _legend_pixels(name: str) -> float:
+    return _CHARACTER_PIXELS * min(40, len(name)) + 16
+
+
+def _shorten(name: str, length: int) -> str:
+    """
+    >>> _shorten("abcdef", 4)
+    'abc…'
+    """
+    return name if len(name) <= length else name[: length - 1] + "…"

@@ -1,0 +1,195 @@
+"""A run as the report and `compare` see it: its surviving curve as arrays, its history, and the numbers that sum it up."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.errors import InputError
+from shardwright.report.thin import Floats, smooth
+from shardwright.telemetry.events import (
+    Checkpoint,
+    Evaluation,
+    Event,
+    EventLog,
+    Failed,
+    Preempted,
+    Resumed,
+    RunFinished,
+    RunStarted,
+    SkippedStep,
+    Step,
+    Warned,
+    read_events,
+    surviving,
+)
+from shardwright.telemetry.meter import PARTS, Goodput, measure_goodput
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read."""
+
+    path: Path
+    name: str
+    log: EventLog
+    survivors: tuple[Event, ...]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The surviving curve, by rising step."""
+        return sorted((e for e in self.survivors if isinstance(e, Step)), key=lambda e: e.step or 0)
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        """Surviving, by rising step."""
+        return sorted((e for e in self.survivors if isinstance(e, Evaluation)), key=lambda e: e.step or 0)
+
+    @cached_property
+    def start(self) -> RunStarted | None:
+        """The last start; None for a file without one."""
+        starts = self.log.of(RunStarted)
+        return starts[-1] if starts else None
+
+    @cached_property
+    def step_numbers(self) -> Floats:
+        """x of the curves."""
+        return np.array([step.step for step in self.steps], dtype=np.float64)
+
+    @cached_property
+    def tokens_seen(self) -> Floats:
+        """Since step 0, after each step: the batch is the same size at every step, so a missing start costs nothing."""
+        return np.array([step.tokens * (step.step or 0) for step in self.steps], dtype=np.float64)
+
+    def curve(self, value: Callable[[Step], float | None]) -> Floats:
+        """A field over the surviving steps; NaN where it is absent."""
+        return np.array([math.nan if (v := value(step)) is None else v for step in self.steps], dtype=np.float64)
+
+    @cached_property
+    def loss(self) -> Floats:
+        """Training loss as measured."""
+        return self.curve(lambda step: step.loss)
+
+    @property
+    def smoothing(self) -> int:
+        """Half width, in steps, of the mean that smooths the curves of this run: a hundredth of its length."""
+        return max(1, len(self.steps) // 100) if len(self.steps) > 20 else 0
+
+    @cached_property
+    def smooth_loss(self) -> Floats:
+        """Training loss, centred mean."""
+        return smooth(self.loss, self.smoothing)
+
+    @cached_property
+    def memory(self) -> Floats:
+        """Bytes, [steps, ranks]; ranks that a step does not tell are NaN."""
+        ranks = max((len(step.memory_bytes) for step in self.steps), default=0)
+        table = np.full((len(self.steps), ranks), np.nan)
+        for row, step in enumerate(self.steps):
+            table[row, : len(step.memory_bytes)] = step.memory_bytes
+        return table
+
+    @cached_property
+    def goodput(self) -> Goodput:
+        """Useful against total time."""
+        return measure_goodput(self.log)
+
+    @property
+    def status(self) -> str:
+        """`completed`, `preempted`, `failed`, or `running or killed` when the file just ends."""
+        for event in reversed(self.log.events):
+            if isinstance(event, RunFinished):
+                return event.status
+            if isinstance(event, Failed):
+                return "failed"
+            if isinstance(event, Preempted):
+                return "preempted"
+            if isinstance(event, Step | RunStarted):
+                break
+        return "running or killed"
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Read a run folder.
+
+    Raises:
+        InputError: there are no events, or none that make a curve.
+    """
+    log = read_events(path)
+    if not log.events:
+        raise InputError("the event file holds no event that can be read", field="run", got=str(log.path))
+    starts = log.of(RunStarted)
+    name = starts[-1].name if starts else log.path.resolve().parent.name
+    return Run(log.path.parent, name, log, tuple(surviving(log)))
+
+
+def load_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Read run folders; runs of the same name are told apart by their folders."""
+    runs = [load_run(path) for path in paths]
+    names = [run.name for run in runs]
+    told = []
+    for run in runs:
+        folder = run.path.resolve().name
+        name = run.name if names.count(run.name) == 1 else folder if folder != run.name else str(run.path)
+        told.append(Run(run.path, name, run.log, run.survivors))
+    if len({run.name for run in told}) < len(told):
+        told = [Run(run.path, str(run.path), run.log, run.survivors) for run in told]
+    return told
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """The numbers of a run as JSON holds them; what is not known is null. Medians leave the first step out: it compiles."""
+    start, log = run.start, run.log
+    later = run.steps[1:] or run.steps
+    best = min(run.evaluations, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf, default=None)
+    withdrawn = len({id(e) for e in log if isinstance(e, Step)} - {id(e) for e in run.steps})
+    return {
+        "run": str(run.path),
+        "name": run.name,
+        "status": run.status,
+        "layout": start.layout if start else None,
+        "world_size": start.world_size if start else None,
+        "host": start.host if start else None,
+        "devices": list(start.devices) if start else [],
+        "num_parameters": start.num_parameters if start else None,
+        "versions": start.versions if start else {},
+        "steps": run.steps[-1].step if run.steps else 0,
+        "total_steps": start.total_steps if start else None,
+        "tokens": int(run.tokens_seen[-1]) if run.steps else 0,
+        "training_loss": _number(run.smooth_loss[-1 - run.smoothing] if run.steps else None),
+        "validation_loss": _number(run.evaluations[-1].loss) if run.evaluations else None,
+        "best_validation_loss": _number(best.loss) if best else None,
+        "best_validation_step": best.step if best else None,
+        "tokens_per_second": _median([step.tokens_per_second for step in later]),
+        "model_flops_per_second": _median([step.model_flops_per_second for step in later]),
+        "mfu": _median([step.mfu for step in later]),
+        "peak_memory_bytes": [int(peak) for peak in np.nanmax(run.memory, axis=0)] if run.memory.size else [],
+        "step_seconds": _median([step.step_seconds for step in later]),
+        "part_seconds": {part: _median([getattr(step, f"{part}_seconds") for step in later]) for part in PARTS},
+        "total_seconds": run.goodput.total_seconds,
+        "useful_share": run.goodput.share,
+        "checkpoints": len(log.of(Checkpoint)),
+        "resumes": len(log.of(Resumed)),
+        "skipped_steps": sum(isinstance(event, SkippedStep) for event in run.survivors),
+        "withdrawn_steps": withdrawn,
+        "warnings": [event.message for event in log.of(Warned)],
+        "failures": [{"rank": event.rank, "message": event.message} for event in log.of(Failed)],
+        "problems": list(log.problems),
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return float(np.median(known)) if known else None
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return float(value) if value is not None and math.isfinite(value) else None

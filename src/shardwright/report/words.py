@@ -1,0 +1,95 @@
+"""The summary of a run for a terminal: a few aligned lines and the loss as a row of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardwright.report.runs import Run
+from shardwright.report.thin import Floats, bin_means
+from shardwright.telemetry.events import Failed
+from shardwright.telemetry.sinks import describe
+from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def draw_sparkline(values: Floats, width: int = 40) -> str:
+    """Values as blocks of eight heights; what is not finite is left out.
+
+    >>> draw_sparkline(np.array([8.0, 4.0, 1.0, 1.0]))
+    '█▄▁▁'
+    """
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return ""
+    _, means = bin_means(np.arange(len(finite), dtype=np.float64), finite, width)
+    low, high = means.min(), means.max()
+    heights = np.zeros(len(means)) if high == low else (means - low) / (high - low) * (len(_BLOCKS) - 1)
+    return "".join(_BLOCKS[int(height)] for height in heights)
+
+
+def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
+    """Lines of the terminal summary."""
+    facts: list[tuple[str, str | None]] = [
+        ("layout", f"{summary['layout']} on {summary['world_size']} x {_first(summary['devices'])}" if summary["layout"] else None),
+        ("steps", f"{summary['steps']:,}" + (f" of {summary['total_steps']:,}" if summary["total_steps"] else "")),
+        ("tokens", format_count(summary["tokens"])),
+        ("training loss", _with_curve(run.smooth_loss, summary["training_loss"])),
+        ("validation loss", _with_curve(np.array([e.loss for e in run.evaluations]), summary["validation_loss"])),
+        ("best validation", _best(summary)),
+        ("speed", _speed(summary)),
+        ("time per step", _parts(summary)),
+        ("memory", _memory(summary["peak_memory_bytes"])),
+        ("time", f"{format_seconds(summary['total_seconds'])}, {summary['useful_share']:.0%} of it in steps that count"),
+        ("history", _history(summary)),
+    ]
+    lines = [f"{summary['name']}  ({summary['status']})"]
+    lines += [f"  {name:<16}{text}" for name, text in facts if text is not None]
+    lines += [f"  {describe(event)}" for event in run.log.of(Failed)]
+    lines += [f"  note: {problem}" for problem in summary["problems"]]
+    return lines
+
+
+def _first(devices: Sequence[str]) -> str:
+    return devices[0] if devices else "device"
+
+
+def _with_curve(values: Floats, last: float | None) -> str | None:
+    return None if last is None else f"{last:.4f}  {draw_sparkline(values)}"
+
+
+def _best(summary: dict[str, Any]) -> str | None:
+    loss = summary["best_validation_loss"]
+    return None if loss is None else f"{loss:.4f} at step {summary['best_validation_step']:,}"
+
+
+def _speed(summary: dict[str, Any]) -> str | None:
+    if summary["tokens_per_second"] is None:
+        return None
+    words = f"{format_count(summary['tokens_per_second'])} tokens/s"
+    if summary["model_flops_per_second"] is not None:
+        words += f", {format_flops_per_second(summary['model_flops_per_second'])}"
+    return words + (f", MFU {summary['mfu']:.1%}" if summary["mfu"] is not None else "")
+
+
+def _parts(summary: dict[str, Any]) -> str | None:
+    if summary["step_seconds"] is None:
+        return None
+    known = [f"{part} {format_seconds(seconds)}" for part, seconds in summary["part_seconds"].items() if seconds is not None]
+    return format_seconds(summary["step_seconds"]) + (f"  ({', '.join(known)})" if known else "")
+
+
+def _memory(peaks: Sequence[int]) -> str | None:
+    if not peaks:
+        return None
+    high, low = format_bytes(max(peaks)), format_bytes(min(peaks))
+    return f"{high} a rank at most" + (f", {low} at least" if low != high else "")
+
+
+def _history(summary: dict[str, Any]) -> str | None:
+    names = ("checkpoints", "resumes", "skipped_steps", "withdrawn_steps")
+    told = [f"{summary[name]:,} {name.replace('_', ' ')}" for name in names if summary[name]]
+    return ", ".join(told) or None
