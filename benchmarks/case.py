@@ -57,8 +57,8 @@ class Optimisation:
 class Case:
     """What one contender runs.
 
-    `attention` and `liger` reach the contenders that know them; `weights_dir` holds config.json and the initial weights,
-    or config.json alone (`random_weights`), when copying gigabytes of noise would only cost time.
+    `weights_dir` holds config.json and the initial weights, or config.json alone (`random_weights`) where copying gigabytes
+    of noise would only cost time.
     """
 
     contender: str
@@ -69,17 +69,17 @@ class Case:
     sequence_length: int = 512
     micro_batch_size: int = 4
     compile: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
-    liger: bool = False
+    recompute: Literal["none", "full"] = "none"
     device: Literal["cpu", "cuda"] = "cpu"
     random_weights: bool = False
     optimisation: Optimisation = field(default_factory=Optimisation)
 
     @property
     def name(self) -> str:
-        """As `--case` takes it."""
+        """Names its logs."""
         parts = [f"zero{self.zero_stage}", self.precision, self.contender]
-        return "-".join(parts + (["compile"] if self.compile else []))
+        options = [word for word, on in (("compile", self.compile), ("recompute", self.recompute != "none")) if on]
+        return "-".join(parts + options)
 
     @property
     def tokens_per_step(self) -> int:

@@ -56,9 +56,9 @@ DEFAULT = tuple(
     comparison
     for precision in ("fp32", "bf16")
     for comparison in (
-        Comparison(0, precision, (*LOOPS, "deepspeed", "trainer")),  # type: ignore[arg-type]
-        Comparison(1, precision, (*LOOPS, "deepspeed")),  # type: ignore[arg-type]
-        Comparison(3, precision, (*LOOPS, "deepspeed")),  # type: ignore[arg-type]
+        Comparison(0, precision, (*LOOPS, "deepspeed", "trainer")),
+        Comparison(1, precision, (*LOOPS, "deepspeed")),
+        Comparison(3, precision, (*LOOPS, "deepspeed")),
     )
 )
 ON_REQUEST = (
@@ -85,7 +85,7 @@ def main() -> int:
     result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "conditions": read_conditions(), "skipped": {}, "comparisons": []}
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        write_initial_weights(Path(folder), arguments)
+        result["num_parameters"] = write_initial_weights(Path(folder), arguments)
         for comparison in chosen:
             contenders = available(comparison, arguments.contender, result["skipped"])
             try:
@@ -118,19 +118,22 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_initial_weights(folder: Path, arguments: argparse.Namespace) -> None:
-    """config.json and model.safetensors that every contender starts from, made in a process of its own."""
+def write_initial_weights(folder: Path, arguments: argparse.Namespace) -> int:
+    """config.json and model.safetensors that every contender starts from, made in a process of its own; their parameters."""
     config = LLAMA_29M | {"num_hidden_layers": arguments.layers}
     program = (
         "import json, sys, torch\n"
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
         "torch.manual_seed(0)\n"
         "config = AutoConfig.for_model(**json.loads(sys.argv[2]))\n"
-        "AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(sys.argv[1])\n"
+        "model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)\n"
+        "model.save_pretrained(sys.argv[1])\n"
+        "print(model.num_parameters())\n"
     )
     made = subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(config)], capture_output=True, text=True)
     if made.returncode != 0:
         raise RanksFailed(f"the initial weights could not be made:\n{made.stderr}")
+    return int(made.stdout.split()[-1])
 
 
 def available(comparison: Comparison, wanted: list[str], skipped: dict[str, str]) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ from typing import Any, TextIO
 from benchmarks.case import Case
 
 LOG_TAIL_LINES = 15
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Set for several ranks; absent for one, which is then a process by itself to every contender."""
 
 
 class RanksFailed(RuntimeError):
@@ -68,15 +70,11 @@ class Ranks:
 
     def _start(self, rank: int, port: int) -> None:
         read_fd, write_fd = os.pipe()
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.case.world_size),
-            "LOCAL_WORLD_SIZE": str(self.case.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environment["TOKENIZERS_PARALLELISM"] = "false"
+        if self.case.world_size > 1:
+            values = (rank, rank, self.case.world_size, self.case.world_size, "127.0.0.1", port)
+            environment |= {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}
         if self._threads is not None:
             environment |= {name: str(self._threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         with self._log(rank).open("w") as log:
@@ -115,6 +113,7 @@ class Ranks:
                 for key, _ in ready:
                     line = self._replies[key.data].readline()  # ranks write whole lines
                     if not line:
+                        self._processes[key.data].wait(self._limit)  # its last words are in the log by then
                         raise RanksFailed(f"{self.case.name}: rank {key.data} ended. {self._log_tail(key.data)}")
                     messages[key.data] = json.loads(line)
                     selector.unregister(key.fileobj)

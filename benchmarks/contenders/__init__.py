@@ -7,6 +7,7 @@ CONTENDERS = {
     "torch-loop-own-decoder": "benchmarks.contenders.with_torch_own_decoder",
     "deepspeed": "benchmarks.contenders.with_deepspeed",
     "trainer": "benchmarks.contenders.with_trainer",
+    "trainer-liger": "benchmarks.contenders.with_trainer",
 }
 
 TITLES = {
@@ -15,4 +16,5 @@ TITLES = {
     "torch-loop-own-decoder": "hand-written PyTorch loop, shardwright's decoder",
     "deepspeed": "DeepSpeed, transformers' model",
     "trainer": "Hugging Face Trainer with Accelerate",
+    "trainer-liger": "Hugging Face Trainer with liger-kernel",
 }

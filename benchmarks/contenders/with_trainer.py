@@ -105,7 +105,7 @@ def settings(case: Case) -> dict[str, Any]:
         "disable_tqdm": True,
         "torch_compile": case.compile,
         "gradient_checkpointing": case.recompute != "none",
-        "use_liger_kernel": case.liger,
+        "use_liger_kernel": case.contender == "trainer-liger",
     }
     if case.device == "cpu":
         settings |= {"use_cpu": True, "dataloader_pin_memory": False}

@@ -1,0 +1,305 @@
+"""`make gpu`: the GPU tests, then full fine-tuning steps on one GPU beside Hugging Face Trainer.
+
+    python -m benchmarks.gpu                                   tests and every case (a case takes 2 to 6 minutes)
+    python -m benchmarks.gpu --list                            names of the cases
+    python -m benchmarks.gpu --no-tests --case 'llama-3.2-1b-4096*' --rounds 1
+    python -m benchmarks.gpu --tests-only
+    python -m benchmarks.gpu --device cpu --shapes tiny --no-tests      a rehearsal without a GPU
+
+It uses the Python that runs it and downloads nothing; what is missing is named and skipped. Contenders of a case run in turn
+(A B A B), each visit in a fresh process with a time limit of its own. Results go to <out>/one-gpu.json after every case
+(<out>: $OUT, else build/gpu), so that a run that is cut short keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.case import Case
+from benchmarks.conditions import read_conditions
+from benchmarks.launch import Ranks, RanksFailed
+from benchmarks.shapes import SHAPES, TINY, Shape
+
+SCHEMA_VERSION = 1
+FIRST_LOSS_TOLERANCE = 0.02
+"""Relative. Weights are drawn by each contender itself (the same distribution), so first losses are near, not equal."""
+NEEDS = {
+    "shardwright": ("pydantic", "yaml", "numpy", "safetensors", "psutil", "rich", "tokenizers", "pyarrow"),
+    "trainer": ("transformers", "accelerate"),
+    "trainer-liger": ("transformers", "accelerate", "liger_kernel"),
+}
+VARIANTS = {"": (False, False), "-compile": (True, False), "-recompute": (False, True), "-compile-recompute": (True, True)}
+"""Suffix of a case's name -> (compile, recompute)."""
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """One shape, one sequence length, compiled or not, recomputed or not."""
+
+    shape_name: str
+    shape: Shape
+    sequence_length: int
+    variant: str
+
+    @property
+    def name(self) -> str:
+        """As `--case` takes it."""
+        return f"{self.shape_name}-{self.sequence_length}{self.variant}"
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences per step."""
+        return self.shape.micro_batch_sizes[self.sequence_length]
+
+    def of_contender(self, contender: str, folder: str, device: str) -> Case:
+        """What a rank is told."""
+        compile_blocks, recompute = VARIANTS[self.variant]
+        return Case(
+            contender=contender,
+            zero_stage=0,
+            precision="bf16",
+            weights_dir=folder,
+            world_size=1,
+            sequence_length=self.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            compile=compile_blocks,
+            recompute="full" if recompute else "none",
+            device=device,  # type: ignore[arg-type]
+            random_weights=True,
+        )
+
+
+def main() -> int:
+    """Exit code 0: all that could run ran well; 1: a test or a contender failed; 2: no such case, or no such device."""
+    arguments = parse_arguments()
+    shapes = TINY if arguments.shapes == "tiny" else SHAPES
+    cases = [
+        GpuCase(name, shape, length, variant)
+        for name, shape in shapes.items()
+        for length in shape.micro_batch_sizes
+        for variant in VARIANTS
+    ]
+    if arguments.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    patterns = arguments.case or ["*"]
+    cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
+    if not cases:
+        print(f"No case matches {', '.join(patterns)}; --list names them", file=sys.stderr)
+        return 2
+    if arguments.device == "cuda" and not has_cuda():
+        print("torch sees no CUDA device here; --device cpu --shapes tiny rehearses without one", file=sys.stderr)
+        return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    contenders, skipped = find_contenders(arguments.contender)
+    for name, reason in skipped.items():
+        print(f"skipped {name}: {reason}", flush=True)
+    failed = not arguments.no_tests and not run_tests(skipped)
+    if arguments.tests_only:
+        return int(failed)
+    failed |= measure_cases(cases, contenders, skipped, arguments)
+    return int(failed)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the cases and leave")
+    parser.add_argument("--case", action="append", default=[], metavar="PATTERN", help="cases to run, shell patterns; repeatable")
+    parser.add_argument("--contender", action="append", default=[], metavar="NAME", help=f"of {', '.join(NEEDS)}; repeatable")
+    parser.add_argument("--rounds", type=int, default=2, help="visits to each contender (default 2)")
+    parser.add_argument("--steps", type=int, default=8, help="timed optimizer steps per visit (default 8)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for start, warm-up (compilation) or steps")
+    parser.add_argument("--no-tests", action="store_true", help="leave tests/gpu out")
+    parser.add_argument("--tests-only", action="store_true", help="run tests/gpu and leave")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shapes", choices=("real", "tiny"), default="real")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
+    return parser.parse_args()
+
+
+def has_cuda() -> bool:
+    """Asked in a process of its own: a CUDA context here would take memory from every contender."""
+    asked = subprocess.run([sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"])
+    return asked.returncode == 0
+
+
+def find_contenders(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Who can run here, and who cannot and why."""
+    skipped = {}
+    for contender, packages in NEEDS.items():
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            skipped[contender] = f"not installed: {', '.join(missing)}"
+    return [name for name in NEEDS if name not in skipped and (not wanted or name in wanted)], skipped
+
+
+def run_tests(skipped: dict[str, str]) -> bool:
+    """Run tests/gpu with whatever versions are here; True unless a test failed."""
+    reason = skipped.get("shardwright") or (None if importlib.util.find_spec("pytest") else "not installed: pytest")
+    if reason is not None:
+        skipped["tests/gpu"] = reason
+        print(f"skipped tests/gpu: {reason}", flush=True)
+        return True
+    root = Path(__file__).resolve().parents[1]
+    source = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
+    # Warnings of other versions than those tested are no failures here.
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    return subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": source}).returncode == 0
+
+
+def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str, str], arguments: argparse.Namespace) -> bool:
+    """Measure the cases one by one, writing the results after each; True when a contender failed."""
+    result: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "conditions": read_conditions(),
+        "device": measure_ceiling(arguments.device),
+        "skipped": skipped,
+        "cases": [],
+    }
+    failed = False
+    for case in cases:
+        measured = measure(case, contenders, arguments)
+        failed |= any("failed" in row and "out of memory" not in row["failed"] for row in measured["contenders"].values())
+        result["cases"].append(measured)
+        ceilings = [measured["matmul_flops_per_second"] for measured in result["cases"]]
+        result["device"]["matmul_flops_per_second"] = median(ceilings)
+        (arguments.out / "one-gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        print_case(measured)
+    print(arguments.out / "one-gpu.json")
+    return failed
+
+
+def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Visit the contenders in turn, `rounds` times; a failure is a row, not the end."""
+    visits: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(case.shape.config))
+        ceiling = measure_ceiling(arguments.device)["matmul_flops_per_second"]
+        flops_per_token = count_flops_per_token(case)
+        for _ in range(arguments.rounds):
+            for contender in contenders:
+                if contender in failures:
+                    continue
+                logs = arguments.out / "logs" / case.name
+                ranks = Ranks(
+                    case.of_contender(contender, folder, arguments.device),
+                    logs,
+                    time_limit_seconds=arguments.time_limit,
+                    threads_per_rank=None,
+                )
+                try:
+                    visits[contender].append(visit(ranks, arguments))
+                except RanksFailed as error:
+                    text = str(error)
+                    failures[contender] = "out of memory" if "OutOfMemoryError" in text else f"failed: {text.splitlines()[-1]}"
+                    print(text, file=sys.stderr, flush=True)
+    rows: dict[str, dict[str, Any]] = {}
+    tokens = case.micro_batch_size * case.sequence_length * arguments.steps
+    for contender, replies in visits.items():
+        if contender in failures:
+            rows[contender] = {"failed": failures[contender]}
+        else:
+            rows[contender] = summarise(replies, tokens, flops_per_token, ceiling)
+    check_first_losses(case, rows)
+    return {
+        "name": case.name,
+        "shape": case.shape_name,
+        "sequence_length": case.sequence_length,
+        "micro_batch_size": case.micro_batch_size,
+        "compile": VARIANTS[case.variant][0],
+        "recompute": VARIANTS[case.variant][1],
+        "rounds": arguments.rounds,
+        "steps": arguments.steps,
+        "warmup_steps": arguments.warmup,
+        "flops_per_token": flops_per_token,
+        "matmul_flops_per_second": ceiling,
+        "contenders": rows,
+    }
+
+
+def visit(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start one contender, warm it up, time it, end it."""
+    with ranks:
+        ranks.wait_ready()
+        (warm,) = ranks.run_block(arguments.warmup)
+        (timed,) = ranks.run_block(arguments.steps)
+    return timed | {"losses": warm["losses"] + timed["losses"], "warmup_seconds": warm["seconds"]}
+
+
+def summarise(replies: list[dict[str, Any]], tokens: int, flops_per_token: float, ceiling: float) -> dict[str, Any]:
+    """Figures of one contender over its visits."""
+    rates = [tokens / reply["seconds"] for reply in replies]
+    return {
+        "tokens_per_second": median(rates),
+        "tokens_per_second_lowest": min(rates),
+        "tokens_per_second_highest": max(rates),
+        "mfu": median(rates) * flops_per_token / ceiling,
+        "model_flops_per_second": median(rates) * flops_per_token,
+        "peak_allocated_bytes": max((reply.get("peak_allocated_bytes", 0) for reply in replies), default=0) or None,
+        "peak_reserved_bytes": max((reply.get("peak_reserved_bytes", 0) for reply in replies), default=0) or None,
+        "peak_rss_bytes": max(reply["peak_rss_bytes"] for reply in replies),
+        "warmup_seconds": replies[0]["warmup_seconds"],
+        "first_loss": replies[0]["losses"][0],
+        "last_loss": replies[0]["losses"][-1],
+    }
+
+
+def check_first_losses(case: GpuCase, rows: dict[str, dict[str, Any]]) -> None:
+    """Turn rows whose first loss stands apart into failures: they do not do the same work."""
+    first = {name: row["first_loss"] for name, row in rows.items() if "first_loss" in row}
+    if not first:
+        return
+    middle = median(first.values())
+    for name, loss in first.items():
+        if not abs(loss - middle) <= FIRST_LOSS_TOLERANCE * middle:
+            rows[name] = {"failed": f"failed: its first loss is {loss:.4f}, the others' {middle:.4f}"}
+            print(f"{case.name}: {name} {rows[name]['failed']}", file=sys.stderr, flush=True)
+
+
+def measure_ceiling(device: str) -> dict[str, Any]:
+    """What the device reaches, measured now in a process of its own."""
+    measured = subprocess.run([sys.executable, "-m", "benchmarks.ceiling", device], capture_output=True, text=True, check=True)
+    ceiling: dict[str, Any] = json.loads(measured.stdout.splitlines()[-1])
+    return ceiling
+
+
+def count_flops_per_token(case: GpuCase) -> float:
+    """Model FLOPs of a forward and backward pass per token, by the convention of docs: 6 per matrix element, causal attention."""
+    config, length = case.shape.config, case.sequence_length
+    query, kv = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    block = hidden * (2 * query + 2 * kv) + 3 * hidden * config["intermediate_size"]
+    return 6.0 * (layers * block + config["vocab_size"] * hidden) + layers * 12.0 * query * (length + 1) / 2
+
+
+def print_case(measured: dict[str, Any]) -> None:
+    """A few lines for the terminal."""
+    print(f"{measured['name']}  (ceiling {measured['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s)", flush=True)
+    for name, row in measured["contenders"].items():
+        if "failed" in row:
+            print(f"  {name:15}{row['failed']}", flush=True)
+            continue
+        memory = f"{row['peak_allocated_bytes'] / 2**30:7.1f} GiB" if row["peak_allocated_bytes"] else ""
+        print(
+            f"  {name:15}{row['tokens_per_second']:9.0f} tok/s  MFU {row['mfu']:6.1%} {memory}  "
+            f"loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Tables for people out of the benchmarks' JSON: `python -m benchmarks.table RESULT.json docs/benchmarks/RESULT.md`.
+
+Nothing in a table is typed by hand but the notes: a file NOTES.md given with `--notes` is copied in under the numbers, for the
+reasons that a program cannot know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import TITLES
+
+CPU_GOALS = {"torch-loop": 1.0, "torch-loop-own-decoder": 1.0, "deepspeed": 1.15, "trainer": 1.2}
+"""shardwright's tokens per second over the contender's, at no more memory."""
+OURS = "shardwright"
+
+
+def main() -> None:
+    """Write the Markdown of one result file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.split("\n\n")[0])
+    parser.add_argument("result", type=Path, help="JSON of benchmarks.cpu or benchmarks.gpu")
+    parser.add_argument("page", type=Path, help="Markdown file to write")
+    parser.add_argument("--notes", type=Path, help="Markdown to copy in under the numbers")
+    arguments = parser.parse_args()
+    notes = arguments.notes.read_text() if arguments.notes else ""
+    arguments.page.write_text(render(json.loads(arguments.result.read_text()), notes))
+
+
+def render(result: dict[str, Any], notes: str = "") -> str:
+    """Markdown of one result."""
+    sections = render_cpu(result) if "comparisons" in result else render_gpu(result)
+    if notes:
+        sections.append(notes.strip())
+    sections.append(render_conditions(result))
+    return "\n\n".join(sections) + "\n"
+
+
+def render_cpu(result: dict[str, Any]) -> list[str]:
+    """Two CPU ranks: one table per comparison, then where the goals are missed."""
+    sections = [
+        "# Two ranks on two CPU cores",
+        "Made by `make bench` (`python -m benchmarks.cpu`, then `python -m benchmarks.table`). Within a comparison everybody starts "
+        "from the same weights, reads the same tokens and runs the same AdamW with the same clip; all are alive at once and timed in "
+        "turn, so a slow minute hits all alike. *Speed* and *memory* are shardwright over the contender: above 1 is faster, below 1 "
+        "is smaller. Memory is the largest resident high-water mark of a rank while it trains (imports included), measured alike "
+        "for all. Goals: speed at least 1.00 against the hand-written loops, 1.15 against DeepSpeed, 1.20 against Trainer; memory "
+        "at most 1.00.",
+    ]
+    short: list[str] = []
+    for comparison in result["comparisons"]:
+        sections.append(_cpu_table(comparison, short))
+    if short:
+        sections.append("## Where it falls short\n\n" + "\n".join(f"- {line}" for line in short))
+    elif any(OURS in comparison["contenders"] for comparison in result["comparisons"]):
+        sections.append("Every goal is met.")
+    return sections
+
+
+def _cpu_table(comparison: dict[str, Any], short: list[str]) -> str:
+    title = f"zero_stage {comparison['zero_stage']}, {comparison['precision']}" + (
+        ", compiled blocks" if comparison["compile"] else ""
+    )
+    ours = comparison["contenders"].get(OURS)
+    rows = []
+    for name, row in comparison["contenders"].items():
+        speed = memory = goal = ""
+        if ours is not None and name != OURS:
+            speed_ratio = ours["tokens_per_second"] / row["tokens_per_second"]
+            memory_ratio = ours["peak_memory_bytes"] / row["peak_memory_bytes"]
+            speed, memory, goal = f"{speed_ratio:.2f}", f"{memory_ratio:.2f}", f"{CPU_GOALS[name]:.2f}"
+            short += _shortfalls(title, name, speed_ratio, memory_ratio)
+        rate = (
+            f"{row['tokens_per_second']:,.0f} ({row['tokens_per_second_lowest']:,.0f} to {row['tokens_per_second_highest']:,.0f})"
+        )
+        losses = f"{row['first_loss']:.4f}, {row['last_loss']:.4f}"
+        rows.append((TITLES[name], rate, speed, goal, f"{row['peak_memory_bytes'] / 2**20:,.0f}", memory, losses))
+    header = ("contender", "tokens/s, median (range)", "speed", "goal", "MiB a rank", "memory", "first, last loss")
+    return f"## {title}\n\n{_table(header, rows)}"
+
+
+def _shortfalls(title: str, name: str, speed_ratio: float, memory_ratio: float) -> list[str]:
+    """Goals missed by more than the two digits that are printed."""
+    found, goal = [], CPU_GOALS[name]
+    if round(speed_ratio, 2) < goal:
+        found.append(
+            f"{title}, against {TITLES[name]}: speed {speed_ratio:.2f}, goal {goal:.2f} ({1 - speed_ratio / goal:.0%} short)"
+        )
+    if round(memory_ratio, 2) > 1.0:
+        found.append(f"{title}, against {TITLES[name]}: memory {memory_ratio:.2f}, goal 1.00 ({memory_ratio - 1:.0%} over)")
+    return found
+
+
+def render_gpu(result: dict[str, Any]) -> list[str]:
+    """One GPU: one table per model shape."""
+    device = result["device"]
+    sections = [
+        f"# Full fine-tuning on one {device['name']}",
+        "Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights, synthetic tokens, bf16 "
+        "compute with fp32 master weights and moments, fused AdamW, clip 1. Contenders of a case run in turn, each visit in a fresh "
+        "process. MFU is model FLOPs (no recomputation counted) over the best square matrix product measured beside the case "
+        f"(median {device['matmul_flops_per_second'] / 1e12:,.0f} TFLOP/s in bf16; large copies {device['copy_bytes_per_second'] / 1e12:.2f} "
+        "TB/s, bytes read and written).",
+    ]
+    for shape in dict.fromkeys(case["shape"] for case in result["cases"]):
+        rows = []
+        for case in (case for case in result["cases"] if case["shape"] == shape):
+            what = f"{case['micro_batch_size']} x {case['sequence_length']:,}"
+            options = (
+                ", ".join(name for name, on in (("compile", case["compile"]), ("recompute", case["recompute"])) if on) or "plain"
+            )
+            for name, row in case["contenders"].items():
+                rows.append((what, options, TITLES[name], *_gpu_figures(row)))
+        header = ("batch", "options", "contender", "tokens/s", "MFU", "allocated GiB", "reserved GiB", "first, last loss")
+        sections.append(f"## {shape}\n\n{_table(header, rows)}")
+    if result["skipped"]:
+        sections.append("## Skipped\n\n" + "\n".join(f"- {name}: {reason}" for name, reason in result["skipped"].items()))
+    return sections
+
+
+def _gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
+    if "failed" in row:
+        return (row["failed"], "", "", "", "")
+    gib = [
+        f"{row[key] / 2**30:,.1f}" if row.get(key) is not None else "" for key in ("peak_allocated_bytes", "peak_reserved_bytes")
+    ]
+    rate = f"{row['tokens_per_second']:,.0f} ({row['tokens_per_second_lowest']:,.0f} to {row['tokens_per_second_highest']:,.0f})"
+    return (rate, f"{row['mfu']:.1%}", *gib, f"{row['first_loss']:.3f}, {row['last_loss']:.3f}")
+
+
+def render_conditions(result: dict[str, Any]) -> str:
+    """Machine, software, date, repetitions."""
+    conditions = result["conditions"]
+    packages = ", ".join(f"{name} {version}" for name, version in conditions["packages"].items())
+    lines = [
+        f"{conditions['processor']}, {conditions['cores']} cores, {conditions['memory_bytes'] / 2**30:.0f} GiB, {conditions['system']}",
+        f"Python {conditions['python']}, {packages}; shardwright {conditions['shardwright']} at {conditions['commit']}",
+        f"measured {conditions['date']}",
+    ]
+    if result.get("comparisons"):
+        first = result["comparisons"][0]
+        lines += [
+            f"Llama of {result['num_parameters'] / 1e6:.1f}M parameters, {first['sequence_length']} tokens, micro batch "
+            f"{first['micro_batch_size']} on each of {first['world_size']} ranks, one thread a rank",
+            f"{first['warmup_steps']} warm-up steps, then {first['rounds']} rounds of {first['steps_per_round']} steps; the slower "
+            "rank's time counts",
+        ]
+    lines += [f"skipped {name}: {reason}" for name, reason in result["skipped"].items() if "comparisons" in result]
+    return "## Conditions\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" if column == 0 else "---:" for column in range(len(header))), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
