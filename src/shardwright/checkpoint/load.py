@@ -101,15 +101,27 @@ def _verified(ranks: Ranks, path: Path) -> tuple[Manifest | None, list[str]]:
     return manifest, sorted({fault for faults in ranks.gather(mine) for fault in faults})
 
 
-def read_values(found: WholeCheckpoint) -> dict[str, Any]:
+def read_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """The JSON values of a checkpoint that was found whole: to see whether it fits before any tensor is touched.
 
+    Every rank of `group` calls this; the first one reads.
+
     Raises:
-        CheckpointError: they are no JSON object.
+        CheckpointError: they are no JSON object, or cannot be read.
     """
-    values = parse_json(read_small(found.path / VALUES_NAME, MAX_VALUES_BYTES), found.path / VALUES_NAME)
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{VALUES_NAME} holds no object", field=str(found.path))
+    ranks = Ranks(group)
+    told: dict[str, Any] = {"values": {}, "fault": None}
+    if ranks.is_first:
+        try:
+            told["values"] = parse_json(read_small(found.path / VALUES_NAME, MAX_VALUES_BYTES), found.path / VALUES_NAME)
+            if not isinstance(told["values"], dict):
+                told["fault"] = f"{VALUES_NAME} holds no object"
+        except CheckpointError as error:
+            told["fault"] = error.problem
+    told = ranks.from_first(told)
+    if told["fault"] is not None:
+        raise CheckpointError(told["fault"], field=str(found.path))
+    values: dict[str, Any] = told["values"]
     return values
 
 
@@ -129,10 +141,10 @@ def load_checkpoint(
     """
     ranks = Ranks(group)
     found = checkpoint if isinstance(checkpoint, WholeCheckpoint) else open_checkpoint(checkpoint, group=group)
+    values = read_values(found, group=group)
     held = _fitting(ranks, found, tensors)
     fault = None
     try:
-        values = read_values(found)
         with torch.no_grad(), _Files(found.path) as files:
             for name, tensor in held.items():
                 _fill(tensor, name, found.manifest, files)
