@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-import click
 import typer
 
 from shardwright import __version__
@@ -48,13 +47,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors of ours are one message, anything else a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = app(words, standalone_mode=False)
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
-    except click.ClickException as error:
-        error.show()
-        return ExitCode.WRONG_INPUT
-    except (KeyboardInterrupt, click.Abort):
+        app(words)
+    except SystemExit as leaving:  # the parser's own way out: --help, or an option that does not parse (2)
+        return leaving.code if isinstance(leaving.code, int) else ExitCode.DONE
+    except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was saved\n")
         return ExitCode.RUN_FAILED
     except ShardwrightError as error:
@@ -63,7 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         sys.stderr.write(f"{traceback.format_exc()}this is a bug in shardwright {__version__}, not in your input\n")
         return ExitCode.RUN_FAILED
-    return result if isinstance(result, int) else ExitCode.DONE
+    return ExitCode.DONE
 
 
 def _tell(error: ShardwrightError, *, as_json: bool) -> None:

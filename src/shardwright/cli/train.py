@@ -34,6 +34,6 @@ def train_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.train.start import train
 
-    summary = train(checked, num_ranks=nproc, resume=resume, quiet=json_output)
+    summary = train(checked, num_ranks=nproc, resume=resume)
     if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")

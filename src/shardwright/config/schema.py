@@ -230,6 +230,8 @@ class EvaluationSection(Section):
 
     every_steps: Positive | None = None
     """Steps between evaluations; null evaluates only at the end (when there is validation data)."""
+    micro_batch_size: Positive | None = None
+    """Sequences per rank in one forward pass; default training.micro_batch_size (without gradients more would fit)."""
     max_batches: Positive | None = None
     """Micro-batches per rank; null is the whole validation set."""
 

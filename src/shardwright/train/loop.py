@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -159,12 +159,15 @@ class Loop:
         began = time.perf_counter()
         checked, model = self.checked, self.state.model
         assert checked.data.validation is not None
+        section, batch_plan = checked.recipe.evaluation, checked.plan.batch
+        if section.micro_batch_size is not None:
+            batch_plan = replace(batch_plan, micro_batch_size=section.micro_batch_size)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         model.decoder.eval()
         with model.evaluating() as module:
             for batch in evaluation_micro_batches(
-                checked.data.validation, checked.plan.batch, self.data_rank, max_batches=checked.recipe.evaluation.max_batches
+                checked.data.validation, batch_plan, self.data_rank, max_batches=section.max_batches
             ):
                 here = batch.to(self.device)
                 loss_sum += module(

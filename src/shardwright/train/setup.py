@@ -7,6 +7,7 @@ import platform
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from importlib import metadata
 
@@ -65,7 +66,7 @@ def choose_device(recipe: Recipe, ranks: RankEnvironment) -> torch.device:
 def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> None:
     """Join the process group; a process by itself has none."""
     if ranks.world_size > 1 and not dist.is_initialized():
-        init_process_group(device, timeout_seconds)
+        init_process_group(device.type, timeout=timedelta(seconds=timeout_seconds))
 
 
 def build_model(checked: Checked, device: torch.device) -> ParallelModel:
