@@ -1,5 +1,6 @@
 """What a model is, from its config.json: shapes, parameters by name, counts. Torch-free."""
 
+from shardwright.architecture.cut import cut
 from shardwright.architecture.families import FAMILIES
 from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
 from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config
@@ -18,5 +19,6 @@ __all__ = [
     "Role",
     "RopeShape",
     "Zeros",
+    "cut",
     "read_config",
 ]

@@ -1,0 +1,196 @@
+"""What a config.json means, what is refused, and that refusals name the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.architecture import FAMILIES, INERT_FIELDS, OFF_FIELDS, cut, read_config
+from shardwright.errors import ArchitectureError
+from tests.reference.cases import CASES
+
+LLAMA = CASES["llama"]
+
+
+def test_reads_a_folder_a_file_and_a_mapping(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read_config(tmp_path) == read_config(tmp_path / "config.json") == read_config(LLAMA)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_is_written_back_as_read(case: str) -> None:
+    shape = read_config(CASES[case])
+    assert shape.to_config() == CASES[case]
+    shape.to_config()["hidden_size"] = 0  # a copy: the shape does not change
+    assert read_config(shape.to_config()) == shape
+
+
+def test_a_missing_folder_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ArchitectureError, match=r"cannot be read.*nowhere"):
+        read_config(tmp_path / "nowhere")
+
+
+def test_broken_json_is_our_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ArchitectureError, match="not JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ArchitectureError, match="one mapping"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "remedy"), [("gemma3", "gemma3_text"), ("lama", "Did you mean `llama`"), (None, "one of these"), ("bert", "one of")]
+)
+def test_other_families_are_refused(family: str | None, remedy: str) -> None:
+    with pytest.raises(ArchitectureError, match=remedy) as caught:
+        read_config({**LLAMA, "model_type": family})
+    assert caught.value.field == "model_type"
+    assert all(known in str(caught.value.allowed) for known in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "value"),
+    [
+        ("llama", "clip_qkv", 8.0),
+        ("llama", "head_dimm", 16),
+        ("llama", "sliding_window", 4),
+        ("llama", "quantization_config", {"bits": 4}),
+        ("llama", "num_local_experts", 8),
+        ("llama", "hidden_act", "quick_gelu"),
+        ("llama", "hidden_size", None),
+        ("llama", "hidden_size", 48.0),
+        ("llama", "hidden_size", True),
+        ("llama", "vocab_size", 0),
+        ("llama", "num_key_value_heads", 3),
+        ("llama", "attention_dropout", 1.0),
+        ("llama", "attention_bias", "yes"),
+        ("llama", "rms_norm_eps", -1e-6),
+        ("llama", "pad_token_id", 97),
+        ("llama", "initializer_range", 0.0),
+        ("qwen2", "attention_bias", True),
+        ("qwen2", "use_mrope", True),
+        ("qwen2", "layer_types", ["full_attention"]),
+        ("qwen2", "layer_types", ["chunked_attention"] * 3),
+        ("qwen2", "layer_types", ["sliding_attention"] * 3),
+        ("mistral-window", "layer_types", ["full_attention"] * 3),
+        ("phi3", "embd_pdrop", 0.1),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma3_text-older", "attn_logit_softcapping", 50.0),
+        ("smollm3", "no_rope_layers", [1, 0]),
+        ("gpt2", "add_cross_attention", True),
+        ("gpt2", "hidden_size", 48),
+        ("gpt_neox", "num_key_value_heads", 2),
+    ],
+)
+def test_what_we_do_not_compute_is_refused_by_name(case: str, field: str, value: Any) -> None:
+    with pytest.raises(ArchitectureError) as caught:
+        read_config({**CASES[case], field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("field", sorted(INERT_FIELDS - {"model_type", "pad_token_id"}))
+def test_inert_fields_change_nothing(field: str) -> None:
+    assert read_config({**LLAMA, field: "anything"}) == read_config(LLAMA)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_features_that_are_off_change_nothing(family: str) -> None:
+    plain = next(case for case in CASES.values() if case["model_type"] == family)
+    for field, values in OFF_FIELDS.items():
+        # A family's own field has its own defaults: null there need not mean off.
+        if field in plain or field in ("layer_types", "head_dim", "sliding_window", "attn_logit_softcapping"):
+            continue
+        if field in ("final_logit_softcapping", "attention_bias", "partial_rotary_factor"):
+            continue
+        for value in values:
+            assert read_config({**plain, field: value}) == read_config(plain), (field, value)
+
+
+def test_a_missing_size_is_not_guessed() -> None:
+    for field in ("hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "vocab_size"):
+        config = {name: value for name, value in LLAMA.items() if name != field}
+        with pytest.raises(ArchitectureError, match="missing") as caught:
+            read_config(config)
+        assert caught.value.field == field
+
+
+def test_width_must_be_divisible_by_heads() -> None:
+    with pytest.raises(ArchitectureError, match="multiple of 4"):
+        read_config({**LLAMA, "hidden_size": 50})
+
+
+def test_sequences_beyond_the_positions_are_refused() -> None:
+    shape = read_config(LLAMA)
+    shape.check_sequence_length(64)
+    with pytest.raises(ArchitectureError, match="at most 64") as caught:
+        shape.check_sequence_length(65)
+    assert caught.value.field == "training.sequence_length"
+
+
+def test_older_and_newer_spellings_agree() -> None:
+    older = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"}
+    newer = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "dtype": "bfloat16"}
+    assert read_config(LLAMA | older) == read_config(LLAMA | newer)
+
+
+@pytest.mark.parametrize(
+    ("rope", "field"),
+    [
+        ({"type": "ntk"}, "rope_scaling.rope_type"),
+        ({"type": "linear"}, "rope_scaling.factor"),
+        ({"type": "linear", "factor": 2.0, "extra": 1}, "rope_scaling.extra"),
+        ({"type": "linear", "factor": 0}, "rope_scaling.factor"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}, "rope_scaling.high_freq_factor"),
+        ({"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6}, "rope_scaling.short_factor"),
+        ({"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [0.0] * 6}, "rope_scaling.long_factor"),
+        ("linear", "rope_scaling"),
+        ({"full_attention": {"rope_type": "default"}}, "rope_scaling.full_attention"),
+    ],
+)
+def test_wrong_rope_scaling_is_refused(rope: Any, field: str) -> None:
+    with pytest.raises(ArchitectureError) as caught:
+        read_config({**LLAMA, "rope_scaling": rope})
+    assert caught.value.field == field
+
+
+def test_two_spellings_that_contradict_are_refused() -> None:
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    with pytest.raises(ArchitectureError, match="contradict"):
+        read_config(LLAMA | both)
+
+
+def test_windows_by_family() -> None:
+    def windows(case: str) -> list[int | None]:
+        return [layer.window for layer in read_config(CASES[case]).layers]
+
+    assert windows("mistral-window") == [7, 7, 7]
+    assert windows("qwen2-window-from-layer-1") == [None, 5, 5]
+    assert windows("gemma2") == [6, None, 6, None]
+    assert [layer.rope for layer in read_config(CASES["smollm3"]).layers] == [0, None, 0, None]
+    # Absent is not null: Mistral's class default is a window of 4096.
+    absent = {name: value for name, value in CASES["mistral-window"].items() if name != "sliding_window"}
+    assert {layer.window for layer in read_config(absent).layers} == {4096}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cut_keeps_the_odd_features(case: str) -> None:
+    shape = read_config(CASES[case])
+    small = cut(shape, num_layers=2, hidden_size=16, vocab_size=50, sequence_length=8)
+    assert (small.family, small.num_layers, small.hidden_size, small.vocab_size) == (shape.family, 2, 16, 50)
+    assert small.num_heads / small.num_kv_heads == shape.num_heads / shape.num_kv_heads
+    assert (small.query_width > small.hidden_size) == (shape.query_width > shape.hidden_size)
+    kinds = {(layer.window is None, layer.rope) for layer in shape.layers}
+    assert {(layer.window is None, layer.rope) for layer in small.layers} == kinds
+    assert all(layer.window is None or layer.window < 8 for layer in small.layers)
+    same = ("names", "qk_norm", "tied_embeddings", "qkv_bias", "mlp_bias", "attention_soft_cap", "final_soft_cap", "norm_offset")
+    assert all(getattr(small, name) == getattr(shape, name) for name in same)
+    assert cut(shape, num_layers=99, hidden_size=4096) == shape
+
+
+def test_cut_refuses_a_width_that_heads_do_not_divide() -> None:
+    with pytest.raises(ArchitectureError, match="multiple of"):
+        cut(read_config(LLAMA), hidden_size=13)
