@@ -31,7 +31,7 @@ Window = Annotated[
 
 def compare_command(
     run: Subject, reference: Reference, tolerance: Tolerance = 0.003, window: Window = None, as_json: JsonOutput = False
-) -> int:
+) -> None:
     """Hold a run's training and validation loss against a reference's, and say where it first leaves the tolerance."""
     # Imported here: numpy costs a tenth of a second that `--help` need not pay.
     from shardwright.report.compare import compare_runs, describe_comparison
@@ -45,4 +45,5 @@ def compare_command(
     words.write("\n".join(describe_comparison(comparison)) + "\n")
     if as_json:
         sys.stdout.write(json.dumps(comparison.as_dict(), allow_nan=False) + "\n")
-    return ExitCode.DONE if comparison.agrees else ExitCode.CHECK_FAILED
+    if not comparison.agrees:
+        raise typer.Exit(ExitCode.CHECK_FAILED)

@@ -53,6 +53,11 @@ class Run:
         return sorted((e for e in self.survivors if isinstance(e, Evaluation)), key=lambda e: e.step or 0)
 
     @cached_property
+    def history(self) -> list[Event]:
+        """All that was not a step, in file order, withdrawn or not."""
+        return [event for event in self.log if not isinstance(event, Step)]
+
+    @cached_property
     def start(self) -> RunStarted | None:
         """The last start; None for a file without one."""
         starts = self.log.of(RunStarted)
@@ -175,7 +180,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "part_seconds": {part: _median([getattr(step, f"{part}_seconds") for step in later]) for part in PARTS},
         "total_seconds": run.goodput.total_seconds,
         "useful_share": run.goodput.share,
-        "checkpoints": len(log.of(Checkpoint)),
+        "checkpoints": sum(isinstance(event, Checkpoint) for event in run.history),
         "resumes": len(log.of(Resumed)),
         "skipped_steps": sum(isinstance(event, SkippedStep) for event in run.survivors),
         "withdrawn_steps": withdrawn,

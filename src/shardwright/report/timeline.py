@@ -13,7 +13,6 @@ from shardwright.telemetry.events import (
     Failed,
     Preempted,
     Resumed,
-    RunFinished,
     RunStarted,
     SkippedStep,
     Warned,
@@ -39,8 +38,8 @@ def processes_of(run: Run) -> list[tuple[float, float]]:
     for event in run.log:
         if isinstance(event, RunStarted) or not spans:
             spans.append((event.time, event.time))
-        else:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], event.time))
+        elif event.time > spans[-1][1]:
+            spans[-1] = (spans[-1][0], event.time)
     return spans
 
 
@@ -49,7 +48,7 @@ def svg_timeline(run: Run, width: int) -> str:
     spans = processes_of(run)
     low, high = spans[0][0], max(end for _, end in spans)
     high = high if high > low else low + 1.0
-    lanes = [lane for lane in _LANES if any(isinstance(event, lane[1]) for event in run.log)]
+    lanes = [lane for lane in _LANES if any(isinstance(event, lane[1]) for event in run.history)]
     left, right, top = 104, width - 14, 8
     height = top + _LANE_PIXELS * (len(lanes) + 1) + 38
     x = Scale(low, high, left, right)
@@ -64,7 +63,7 @@ def svg_timeline(run: Run, width: int) -> str:
     for row, (name, kinds, colour) in enumerate(lanes, start=1):
         middle = top + _LANE_PIXELS * row + 11
         out.append(f'<text x="0" y="{middle + 4}">{name}</text><path class="grid" d="M{left} {middle}H{right}"/>')
-        events = [event for event in run.log if isinstance(event, kinds)]
+        events = [event for event in run.history if isinstance(event, kinds)]
         for event in events[:: -(-len(events) // _MARKS_PER_LANE)]:
             title = escape(describe(event))
             out.append(
@@ -79,7 +78,7 @@ def svg_timeline(run: Run, width: int) -> str:
         out.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{tick:g}</text>')
     out.append(f'<text x="{right}" y="{bottom + 31}" text-anchor="end">{unit} since the first start</text>')
     label = f"Timeline: {len(spans)} processes, " + ", ".join(
-        f"{sum(isinstance(e, kinds) for e in run.log)} {name}" for name, kinds, _ in lanes
+        f"{sum(isinstance(e, kinds) for e in run.history)} {name}" for name, kinds, _ in lanes
     )
     return (
         f'<svg class="plot" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label, quote=True)}">{"".join(out)}</svg>'
@@ -95,7 +94,5 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 def list_history(run: Run) -> list[tuple[str, str, str]]:
     """Rows of the table behind the strip: time since the first start, kind, line. Evaluations and checkpoints included."""
-    shown = (Evaluation, Checkpoint, Resumed, SkippedStep, Warned, Failed, Preempted, RunFinished, RunStarted)
-    events = [event for event in run.log if isinstance(event, shown)]
     begin = run.log.events[0].time
-    return [(format_seconds(max(0.0, event.time - begin)), event.kind.replace("_", " "), describe(event)) for event in events]
+    return [(format_seconds(max(0.0, event.time - begin)), event.kind.replace("_", " "), describe(event)) for event in run.history]

@@ -1,0 +1,175 @@
+"""`compare` lets equal runs pass, finds where others leave, and refuses what has no answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.errors import InputError
+from shardwright.report.compare import Comparison, compare_runs, describe_comparison
+from shardwright.report.runs import load_runs
+from shardwright.telemetry.events import Resumed, SkippedStep
+from tests.unit.report.samples import Loss, falling, noisy, one_step, validate, write_events, write_run
+from tests.unit.telemetry.samples import start_event
+
+
+def compare(tmp_path: Path, ours: Loss, theirs: Loss = falling, steps: int = 2000, **options: Any) -> Comparison:
+    run, reference = load_runs([write_run(tmp_path / "run", steps, ours), write_run(tmp_path / "reference", steps, theirs)])
+    return compare_runs(run, reference, **options)
+
+
+def test_equal_runs_agree_exactly(tmp_path: Path) -> None:
+    found = compare(tmp_path, falling)
+    assert found.agrees
+    assert found.worst.relative_difference == 0.0
+    assert (found.steps_compared, found.first_step, found.last_step) == (2000, 1, 2000)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_alone_does_not_leave(tmp_path: Path, seed: int) -> None:
+    assert compare(tmp_path, noisy(0.01, seed)).agrees
+
+
+def test_lone_outliers_do_not_leave(tmp_path: Path) -> None:
+    assert compare(tmp_path, lambda step: falling(step) * (5.0 if step % 400 == 0 else 1.0)).agrees
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_late_divergence_is_found_where_it_begins(tmp_path: Path, seed: int) -> None:
+    found = compare(tmp_path, noisy(0.005, seed, lambda step: falling(step) * (1.02 if step > 1500 else 1.0)))
+    assert found.left is not None
+    assert found.left.first_step <= 1500 < found.left.last_step < 1600
+    assert found.worst.relative_difference == pytest.approx(0.02, abs=0.002)
+    assert found.worst.first_step > 1490
+
+
+def test_a_divergence_at_the_very_end_is_found(tmp_path: Path) -> None:
+    found = compare(tmp_path, lambda step: falling(step) * (1.02 if step > 1950 else 1.0))
+    assert not found.agrees
+
+
+@pytest.mark.parametrize("factor", [1.005, 0.995])
+def test_a_constant_offset_leaves_at_once_on_either_side(tmp_path: Path, factor: float) -> None:
+    found = compare(tmp_path, lambda step: factor * falling(step))
+    assert found.left is not None
+    assert found.left.first_step == 1
+    assert found.left.relative_difference == pytest.approx(factor - 1)
+
+
+def test_a_curve_shifted_by_steps_leaves(tmp_path: Path) -> None:
+    assert not compare(tmp_path, lambda step: falling(step + 5)).agrees
+
+
+def test_the_tolerance_decides(tmp_path: Path) -> None:
+    assert compare(tmp_path, lambda step: 1.002 * falling(step)).agrees
+    assert not compare(tmp_path, lambda step: 1.002 * falling(step), tolerance=0.001).agrees
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 7, 30])
+def test_short_runs_are_compared_whole(tmp_path: Path, steps: int) -> None:
+    assert compare(tmp_path, falling, steps=steps).agrees
+    assert not compare(tmp_path, lambda step: 1.01 * falling(step), steps=steps).agrees
+
+
+def test_a_loss_that_is_not_finite_leaves_there(tmp_path: Path) -> None:
+    found = compare(tmp_path, lambda step: math.nan if step >= 700 else falling(step), steps=1000)
+    assert found.left is not None
+    assert found.left.last_step == 700
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["left"]["loss"] is None
+
+
+def test_not_finite_from_the_first_step(tmp_path: Path) -> None:
+    assert not compare(tmp_path, lambda step: math.nan, steps=10).agrees
+
+
+def test_skipped_steps_are_left_out(tmp_path: Path) -> None:
+    events = [start_event(), *(one_step(i, math.nan if i == 5 else falling(i)) for i in range(1, 50))]
+    run, reference = load_runs([
+        write_events(tmp_path / "run", [*events, SkippedStep(step=5, reason="nan")]),
+        write_run(tmp_path / "reference", 49),
+    ])  # fmt: skip
+    found = compare_runs(run, reference)
+    assert found.agrees
+    assert found.steps_compared == 48
+
+
+def test_a_resumed_run_is_compared_by_what_survived(tmp_path: Path) -> None:
+    events = [start_event(), *(one_step(i, falling(i)) for i in range(1, 61)), *(one_step(i, 99.0) for i in range(61, 90))]
+    events += [start_event(), Resumed(step=60, path="x"), *(one_step(i, falling(i)) for i in range(61, 101))]
+    run, reference = load_runs([write_events(tmp_path / "run", events), write_run(tmp_path / "reference", 100)])
+    assert compare_runs(run, reference).agrees
+
+
+def test_a_shorter_reference_is_said(tmp_path: Path) -> None:
+    run, reference = load_runs([write_run(tmp_path / "run", 120), write_run(tmp_path / "reference", 80)])
+    found = compare_runs(run, reference)
+    assert found.last_step == 80
+    assert any("goes on to step 120" in note for note in found.notes)
+
+
+def test_validation_is_compared_point_by_point(tmp_path: Path) -> None:
+    def late(step: int) -> float:
+        return falling(step) * (1.01 if step == 400 else 1.0)
+
+    run, reference = load_runs([
+        write_run(tmp_path / "run", 500, validation=late), write_run(tmp_path / "reference", 500, validation=falling)
+    ])  # fmt: skip
+    found = compare_runs(run, reference)
+    assert found.left is None
+    assert found.validation_points == 5
+    assert found.validation_left is not None
+    assert found.validation_left.first_step == 400
+    assert not found.agrees
+    assert any(line.startswith("LEAVES: validation loss") for line in describe_comparison(found))
+
+
+def test_validation_on_other_tokens_is_not_compared_and_said(tmp_path: Path) -> None:
+    paths = [
+        write_events(tmp_path / name, [start_event(), one_step(1, 2.0), validate(1, loss, tokens=tokens)])
+        for name, loss, tokens in (("run", 2.0, 1000), ("reference", 3.0, 500))
+    ]
+    found = compare_runs(*load_runs(paths))
+    assert found.agrees
+    assert found.validation_points == 0
+    assert any("different numbers of tokens" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_batch_tokens": 128}, "a step of one is not a step of the other"),
+        ({"data_hash": "other"}, "the same batches in the same order"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    run, reference = load_runs([write_run(tmp_path / "run", 10, **change), write_run(tmp_path / "reference", 10)])
+    with pytest.raises(InputError, match=message):
+        compare_runs(run, reference)
+
+
+def test_cursors_that_differ_are_refused(tmp_path: Path) -> None:
+    ahead = [start_event(), *(one_step(i, 2.0, samples_seen=4 * i + (4 if i > 3 else 0)) for i in range(1, 9))]
+    run, reference = load_runs([write_events(tmp_path / "run", ahead), write_run(tmp_path / "reference", 8)])
+    with pytest.raises(InputError, match="after step 4"):
+        compare_runs(run, reference)
+
+
+def test_runs_without_a_common_step_or_a_start_are_refused(tmp_path: Path) -> None:
+    reference = write_run(tmp_path / "reference", 5)
+    for name, events, message in (
+        ("later", [start_event(), *(one_step(i, 2.0) for i in (8, 9))], "no step in common"),
+        ("headless", [one_step(1, 2.0)], "hold no start"),
+        ("stepless", [start_event()], "has no steps"),
+    ):
+        with pytest.raises(InputError, match=message):
+            compare_runs(*load_runs([write_events(tmp_path / name, events), reference]))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, math.nan])
+def test_a_tolerance_is_positive(tmp_path: Path, tolerance: float) -> None:
+    with pytest.raises(InputError, match="positive"):
+        compare(tmp_path, falling, steps=5, tolerance=tolerance)

@@ -1,0 +1,145 @@
+"""Charts: what is drawn stands where its numbers say, at any size, and peaks survive the thinning."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.report.plot import Frame, Series, svg_curves
+from shardwright.report.scale import Scale, find_ticks, pad_range, write_ticks
+from shardwright.report.thin import bin_means, smooth, thin
+
+
+def path_points(d: str) -> list[tuple[float, float]]:
+    """Absolute points of a path of one M and relative moves."""
+    head, _, tail = d.removeprefix("M").rstrip("Z").partition("l")
+    x, y = (float(v) for v in head.split(","))
+    points = [(x, y)]
+    for move in tail.split():
+        dx, dy = (float(v) for v in move.split(","))
+        x, y = x + dx, y + dy
+        points.append((x, y))
+    return points
+
+
+def drawn(svg: str, style: str) -> list[list[tuple[float, float]]]:
+    return [path_points(d) for d in re.findall(rf'class="{style} [^"]*"(?: style="[^"]*")? d="([^"]+)"', svg)]
+
+
+def test_a_curve_stands_where_its_numbers_say() -> None:
+    x, y = np.array([0.0, 50.0, 100.0]), np.array([0.0, 10.0, 5.0])
+    svg = svg_curves([Series("a", x, y)], Frame(width=500, height=300, y_range=(0.0, 10.0)))
+    low, high, left, right, top, bottom = (float(v) for v in re.search(r'data-x="([^"]+)"', svg)[1].split())  # type: ignore[index]
+    assert (low, high) == (0.0, 100.0)
+    (points,) = drawn(svg, "line")
+    assert points == pytest.approx(np.array([(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]), abs=0.11)
+
+
+def test_areas_stack_to_their_sum() -> None:
+    x = np.array([0.0, 1.0, 2.0])
+    parts = [Series(name, x, np.full(3, value), index, "area") for index, (name, value) in enumerate((("a", 1.0), ("b", 3.0)))]
+    svg = svg_curves(parts, Frame(width=400, height=250, y_range=(0.0, 4.0)))
+    *_, top, bottom = (float(v) for v in re.search(r'data-x="([^"]+)"', svg)[1].split())  # type: ignore[index]
+    lower, upper = drawn(svg, "area")
+    quarter = bottom - (bottom - top) / 4
+    assert {round(y) for _, y in lower} == {round(bottom), round(quarter)}
+    assert {round(y) for _, y in upper} == {round(quarter), round(top)}
+
+
+@pytest.mark.parametrize("standalone", [True, False])
+@pytest.mark.parametrize("labels", ["direct", "legend"])
+def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool) -> None:
+    x = np.arange(5.0)
+    series = [Series('<b> & "c"', x, x, i, style) for i, style in enumerate(("line", "faint", "dashed", "dots"))]  # type: ignore[arg-type]
+    frame = Frame(labels=labels, y_label="a < b", rules=((2.0, "<r>"),), marks=((1.0, "&m"),))  # type: ignore[arg-type]
+    root = ElementTree.fromstring(svg_curves(series, frame, title="<t>", standalone=standalone))
+    words = " ".join(root.itertext())
+    assert '<b> & "c"' in words
+    assert "a < b" in words
+    assert ("<t>" in words) == standalone
+
+
+@pytest.mark.parametrize("y", [[], [math.nan, math.nan], [3.0], [1.0, 1.0], [0.0, 0.0], [math.inf, 1.0, -math.inf], [1e-30, 1e30]])
+@pytest.mark.parametrize("log", [True, False])
+def test_odd_data_draw_without_error(y: list[float], log: bool) -> None:
+    svg = svg_curves([Series("a", np.arange(float(len(y))), np.array(y))], Frame(y_log=log))
+    ElementTree.fromstring(svg)
+    assert "nan" not in svg.lower().replace("no data", "")
+    assert ("no data" in svg) == (not any(map(math.isfinite, y)))
+
+
+def test_labels_do_not_overlap() -> None:
+    x = np.arange(3.0)
+    svg = svg_curves([Series(f"run {i}", x, x + 1e-6 * i, i) for i in range(6)], Frame())
+    ys = sorted(float(y) for y in re.findall(r'<text class="f\d" x="[^"]+" y="([^"]+)"', svg))
+    assert len(ys) == 6
+    assert min(np.diff(ys)) >= 14.9
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 9))
+def test_ticks_are_few_rising_and_inside(low: float, width: float, count: int) -> None:
+    ticks = find_ticks(low, low + width, count)
+    assert len(ticks) <= 2 * count + 2
+    assert all(a < b for a, b in itertools.pairwise(ticks))
+    assert all(low - 1e-6 * width <= tick <= low + width * (1 + 1e-6) for tick in ticks)
+
+
+@given(st.floats(-12, 8), st.floats(0.5, 12))
+def test_log_ticks_are_few_and_inside(exponent: float, decades: float) -> None:
+    low, high = 10**exponent, 10 ** (exponent + decades)
+    ticks = find_ticks(low, high, 5, log=True)
+    assert 1 <= len(ticks) <= 11
+    assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
+
+
+def test_ticks_are_told_apart() -> None:
+    for low, high in ((0, 1), (0, 900), (0, 9999), (0, 123456), (1e-5, 9e-5), (0, 1e-3), (2.31, 2.34), (-3, 3), (0, 3e9)):
+        written = write_ticks(find_ticks(low, high, 5))
+        assert len(set(written)) == len(written) >= 3, (low, high, written)
+
+
+def test_scales_run_as_told() -> None:
+    assert Scale(0, 10, 100, 200)(5) == 150
+    assert Scale(1, 100, 0, 2, log=True)(10) == pytest.approx(1)
+    assert pad_range(1, 100, log=True)[0] < 1
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 30))
+def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int) -> None:
+    x, y = np.arange(float(len(values))), np.array(values)
+    tx, ty = thin(x, y, buckets)
+    assert len(tx) <= max(4 * buckets, 1)
+    assert (ty.min(), ty.max()) == (y.min(), y.max())
+    assert (tx[0], tx[-1]) == (x[0], x[-1])
+    assert (np.diff(tx) > 0).all()
+    assert all(y[int(a)] == b for a, b in zip(tx, ty, strict=True))
+
+
+def test_a_single_spike_in_a_hundred_thousand_steps_survives() -> None:
+    y = np.ones(100_000)
+    y[54_321] = 9.0
+    tx, ty = thin(np.arange(100_000.0), y, 200)
+    assert len(tx) <= 800
+    assert tx[ty.argmax()] == 54_321
+
+
+def test_smoothing_is_centred_and_passes_nan_by() -> None:
+    line = np.arange(50.0)
+    assert smooth(line, 5) == pytest.approx(line)  # no lag, not even at the ends
+    line[20] = math.nan
+    assert np.isfinite(smooth(line, 5)).all()
+    assert math.isnan(smooth(np.array([math.nan]), 3)[0])
+
+
+def test_bins_keep_the_mean() -> None:
+    x, y = np.arange(1000.0), np.random.default_rng(0).random(1000)
+    bx, by = bin_means(x, y, 100)
+    assert len(bx) == 100
+    assert by.mean() == pytest.approx(y.mean())
