@@ -1,0 +1,285 @@
+"""Text from a model: one prompt, token by token, with the keys and values of earlier tokens kept.
+
+Legend: B sequences (always one here), T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import InputError, TokenizerError
+from shardwright.model.cache import KeyValueCache
+from shardwright.model.decoder import Decoder, head_logits
+
+logger = logging.getLogger(__name__)
+
+Stopped = Literal["eos", "length", "positions"]
+
+
+class TextTokenizer(Protocol):
+    """What generation needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a document."""
+        ...
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of text that has none of its own."""
+        ...
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids that begin a document."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the tokenizer's own first tokens."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    `temperature` 0 takes the likeliest token. Otherwise logits are divided by it, then only the `top_k` likeliest stay (None:
+    all), then of those the fewest whose probabilities reach `top_p`; `seed` makes the draw repeatable on any device.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise InputError("wrong value", field="temperature", got=self.temperature, allowed="0 (the likeliest token) or above")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError("wrong value", field="top_k", got=self.top_k, allowed="1 or more, or none")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InputError("wrong value", field="top_p", got=self.top_p, allowed="above 0, at most 1")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model added to a prompt, without the token that ended it, and why it stopped."""
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    new_ids: tuple[int, ...]
+    stopped: Stopped
+
+
+def generate(
+    decoder: Decoder,
+    tokenizer: TextTokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_at_eos: bool = True,
+    on_token: Callable[[str], None] | None = None,
+) -> str:
+    """The text that follows `prompt`; see `complete` and `Sampling`."""
+    stop_ids = {tokenizer.eos_id} - {None} if stop_at_eos else set()
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    return complete(decoder, tokenizer, prompt, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, on_text=on_token).text
+
+
+@torch.inference_mode()
+def complete(
+    decoder: Decoder,
+    tokenizer: TextTokenizer,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int | None] = (),
+    slide: bool = False,
+    on_text: Callable[[str], None] | None = None,
+) -> Completion:
+    """Continue one prompt until a stop id, `max_new_tokens`, or the end of the model's positions.
+
+    Args:
+        stop_ids: ids that end the text and are left out of it.
+        slide: at the end of the positions drop the older half of the context and go on, instead of stopping there.
+        on_text: called with each piece of text as soon as it is whole (a character may take several tokens).
+
+    Raises:
+        InputError: an empty prompt where nothing says how a text begins, or a prompt longer than the model's positions.
+        TokenizerError: the prompt holds ids outside the model's vocabulary, or characters that the tokenizer does not know.
+    """
+    if max_new_tokens < 1:
+        raise InputError("wrong value", field="max_new_tokens", got=max_new_tokens, allowed="1 or more")
+    prompt_ids = encode_prompt(decoder, tokenizer, prompt)
+    max_positions = decoder.shape.max_position_embeddings
+    generator = torch.Generator().manual_seed(sampling.seed)
+    context = _Context(decoder, prompt_ids, min(max_positions, len(prompt_ids) + max_new_tokens))
+    stream = _TextStream(tokenizer, prompt_ids, on_text)
+    stopped: Stopped = "length"
+    for _ in range(max_new_tokens):
+        if len(context) > max_positions:
+            if not slide:
+                stopped = "positions"
+                break
+            context.keep_newest(max(1, max_positions // 2))
+        logits_V = context.next_logits()[: tokenizer.vocab_size]  # rows that only pad the vocabulary have no text
+        chosen = choose(logits_V, sampling, generator)
+        if chosen in stop_ids:
+            stopped = "eos"
+            break
+        context.append(chosen)
+        stream.append(chosen)
+    return Completion(stream.finish(), tuple(prompt_ids), tuple(stream.ids), stopped)
+
+
+def encode_prompt(decoder: Decoder, tokenizer: TextTokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt that the model can take; an empty one begins as a document does."""
+    shape = decoder.shape
+    ids = list(tokenizer.encode(prompt))
+    if not ids:
+        if tokenizer.eos_id is None:
+            raise InputError(
+                "the prompt is empty, and the tokenizer has no token that begins a text",
+                field="prompt",
+                remedy="Give at least one character",
+            )
+        ids = [tokenizer.eos_id]  # what stood before every document of the training stream
+    if tokenizer.unknown_id in ids[len(tokenizer.prefix_ids) :]:
+        unknown = sorted({character for character in prompt if tokenizer.unknown_id in tokenizer.encode(character)})
+        raise TokenizerError(
+            "the tokenizer has no id for a part of the prompt",
+            field="prompt",
+            got=", ".join(f"{character!r}" for character in unknown[:10]) or None,
+            remedy="Leave it out",
+        )
+    if max(ids) >= shape.vocab_size:
+        raise TokenizerError(
+            "the tokenizer does not fit the model: an id lies outside the vocabulary",
+            field="tokenizer",
+            got=max(ids),
+            allowed=f"0 to {shape.vocab_size - 1}",
+        )
+    if len(ids) > shape.max_position_embeddings:
+        raise InputError(
+            "the prompt is longer than the model's positions",
+            field="prompt",
+            got=f"{len(ids)} tokens",
+            allowed=f"at most {shape.max_position_embeddings}",
+            remedy="Shorten it",
+        )
+    return ids
+
+
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """The next id. Drawn on the CPU in float32, so that a seed means the same on every device."""
+    if sampling.temperature == 0.0:
+        return int(logits_V.argmax())
+    logits_V = logits_V.to("cpu", torch.float32) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(logits_V):
+        least = torch.topk(logits_V, sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
+    probabilities_V = torch.softmax(logits_V, dim=-1)
+    if sampling.top_p < 1.0:
+        sorted_V, order_V = probabilities_V.sort(descending=True, stable=True)
+        # A token goes when those before it suffice; the likeliest has none before it and stays.
+        sorted_V[sorted_V.cumsum(0) - sorted_V >= sampling.top_p] = 0.0
+        probabilities_V = torch.zeros_like(probabilities_V).scatter(0, order_V, sorted_V)
+    return int(torch.multinomial(probabilities_V, 1, generator=generator))
+
+
+class _Context:
+    """The tokens so far, and the keys and values of those that the model has read.
+
+    longrope turns a text with other factors once it is longer than the original positions: the cache is built for texts up to
+    there, and where the text grows beyond it is read again with the factors of long ones.
+    """
+
+    def __init__(self, decoder: Decoder, ids: Iterable[int], max_tokens: int) -> None:
+        self._decoder = decoder
+        self._ids = list(ids)
+        originals = [rope.original_max_position_embeddings for rope in decoder.shape.ropes if rope.kind == "longrope"]
+        self._capacities = sorted({max_tokens, *(original for original in originals if original < max_tokens)})
+        self._cache: KeyValueCache | None = None
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def append(self, token: int) -> None:
+        """Add a token; the model reads it when its successor is asked for."""
+        self._ids.append(token)
+
+    def keep_newest(self, num_tokens: int) -> None:
+        """Forget all but the newest tokens, which from now on stand at positions 0, 1, ..."""
+        self._ids = self._ids[-num_tokens:]
+        self._cache = None
+
+    def next_logits(self) -> Tensor:
+        """Logits of the token after the last, `[V]`."""
+        decoder, weight_VD = self._decoder, self._decoder.head_weight
+        dtype = decoder.compute_dtype or weight_VD.dtype
+        if self._cache is None or len(self._ids) > self._cache.max_tokens:
+            capacity = next(size for size in self._capacities if size >= len(self._ids))
+            self._cache = KeyValueCache(decoder.shape, 1, capacity, dtype=dtype, device=weight_VD.device)
+        unread_BT = torch.tensor([self._ids[self._cache.length :]], device=weight_VD.device)
+        last_D = decoder.hidden(unread_BT, cache=self._cache)[0, -1]
+        shape = decoder.shape
+        return head_logits(last_D, weight_VD.to(last_D.dtype), None, logit_scale=shape.logit_scale, soft_cap=shape.final_soft_cap)
+
+
+class _TextStream:
+    """Ids to pieces of text, each as soon as it is whole: a character may be split over tokens, a word lose its space.
+
+    What a token adds is the text of a few tokens with it, less their text without it.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, prompt_ids: list[int], on_text: Callable[[str], None] | None) -> None:
+        self.ids: list[int] = []
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._window = list(prompt_ids)
+        self._num_told = len(self._window)
+        self._pieces: list[str] = []
+
+    def append(self, token: int) -> None:
+        """Take a token; tell what it completes."""
+        self.ids.append(token)
+        self._window.append(token)
+        piece = self._untold()
+        if piece and not piece.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._tell(piece)
+
+    def finish(self) -> str:
+        """The whole text, a last broken character included."""
+        self._tell(self._untold())
+        return "".join(self._pieces)
+
+    def _untold(self) -> str:
+        told = self._tokenizer.decode(self._window[: self._num_told])
+        return self._tokenizer.decode(self._window)[len(told) :]
+
+    def _tell(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            self._window = self._window[self._num_told :]
+            self._num_told = len(self._window)
+            if self._on_text is not None:
+                self._on_text(piece)

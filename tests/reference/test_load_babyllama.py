@@ -1,0 +1,136 @@
+"""A real trained model (outside data): our reader, decoder and generation against transformers' own."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from shardwright.architecture import read_config
+from shardwright.data.tokenize import load_tokenizer
+from shardwright.errors import InputError, TokenizerError
+from shardwright.model.decoder import Decoder
+from shardwright.model.export import write_folder
+from shardwright.model.load import WeightsFolder
+from shardwright.train.generate import Sampling, complete, generate
+
+pytestmark = pytest.mark.data
+
+STORY = (
+    "Once upon a time, there was a little dog named Max. Max loved to play with his red ball in the park. One day, the ball "
+    "rolled into the pond and Max was sad. A kind boy saw him and helped him to get it back. Max was happy again."
+)
+
+
+@pytest.fixture(scope="module")
+def folder(outside_data: Path) -> Path:
+    return outside_data / "models" / "babyllama105"
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> Decoder:
+    shape = read_config(folder)
+    weights = WeightsFolder(folder)
+    weights.check(shape)
+    built = Decoder(shape)
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            parameter.copy_(weights.read(name, dtype=torch.float32))
+    return built
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def mean_loss(decoder: Decoder, ids: list[int]) -> float:
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        return float(decoder(row[:, :-1], labels_BT=row[:, 1:])) / (len(ids) - 1)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Within 1e-5 of the largest logit: float32 in another order of summation, 200 tokens deep."""
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_logits_and_loss(folder: Path, decoder: Decoder, theirs: PreTrainedModel) -> None:
+    ids = load_tokenizer(folder).encode(STORY)
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        reference = theirs(row, labels=row)
+        assert_near(decoder(row), reference.logits)
+    assert mean_loss(decoder, ids) == pytest.approx(float(reference.loss), abs=1e-5)
+
+
+def test_it_knows_stories(folder: Path, decoder: Decoder) -> None:
+    """A broken load would sit near ln(105) = 4.65; the model was trained on stories like this one, not on their reversal."""
+    tokenizer = load_tokenizer(folder)
+    assert mean_loss(decoder, tokenizer.encode(STORY)) < 1.0
+    assert mean_loss(decoder, tokenizer.encode(STORY[::-1])) > 3.0
+
+
+def test_greedy_text_is_theirs(folder: Path, decoder: Decoder, theirs: PreTrainedModel) -> None:
+    tokenizer = load_tokenizer(folder)
+    prompt = "Once upon a time"
+    ids = tokenizer.encode(prompt)
+    told: list[str] = []
+    ours = complete(decoder, tokenizer, prompt, Sampling(temperature=0.0), max_new_tokens=120, stop_ids={1, 2}, on_text=told.append)
+    expected = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=120, pad_token_id=0)[0].tolist()
+    assert [*ids, *ours.new_ids] == expected
+    assert "".join(told) == ours.text
+    assert ours.text.startswith(", there was a little")
+
+
+def test_sampled_text_depends_on_the_seed_only(folder: Path, decoder: Decoder) -> None:
+    tokenizer = load_tokenizer(folder)
+
+    def text(seed: int) -> str:
+        return generate(decoder, tokenizer, "Lily", max_new_tokens=40, temperature=1.0, top_k=30, top_p=0.95, seed=seed)
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_positions_end(folder: Path, decoder: Decoder) -> None:
+    tokenizer = load_tokenizer(folder)
+    greedy = Sampling(temperature=0.0)
+    stopped = complete(decoder, tokenizer, STORY, greedy, max_new_tokens=500)
+    assert stopped.stopped == "positions"
+    assert len(stopped.prompt_ids) + len(stopped.new_ids) == decoder.shape.max_position_embeddings + 1
+    slid = complete(decoder, tokenizer, STORY, greedy, max_new_tokens=150, slide=True)
+    assert slid.stopped == "length"
+    assert slid.text.startswith(stopped.text)
+    with pytest.raises(InputError, match=r"longer than the model's positions.*at most 256"):
+        generate(decoder, tokenizer, STORY + STORY, max_new_tokens=1)
+
+
+def test_unknown_characters_are_named(folder: Path, decoder: Decoder) -> None:
+    with pytest.raises(TokenizerError, match=r"'∂', '漢'"):
+        generate(decoder, load_tokenizer(folder), "漢 and ∂", max_new_tokens=1)
+
+
+def test_export_keeps_it(tmp_path: Path, folder: Path, decoder: Decoder) -> None:
+    weights = WeightsFolder(folder)
+    shape = read_config(folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    write_folder(
+        tmp_path / "out",
+        shape,
+        lambda name: weights.read(name, dtype=torch.float32),
+        dtype=torch.float32,
+        tokenizer=load_tokenizer(folder),
+        generation_config=generation,
+    )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = load_tokenizer(tmp_path / "out").encode(STORY)
+    with torch.no_grad():
+        assert_near(decoder(torch.tensor([ids])), again(torch.tensor([ids])).logits)
+    assert again.generation_config.eos_token_id == [1, 2]
+    assert math.isclose(shape.num_parameters, sum(p.numel() for p in again.parameters()))
