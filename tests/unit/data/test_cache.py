@@ -1,0 +1,172 @@
+"""Work is done once among processes, and half of it is never taken for the whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright.config.schema import Source
+from shardwright.data import cache
+from shardwright.data.cache import build_once, cache_root, fingerprint
+from shardwright.data.sources import list_files
+from shardwright.errors import DataError
+from tests.unit.data.recipes import write_text
+
+
+def write_answer(folder: Path) -> None:
+    (folder / "answer").write_text("42")
+
+
+def left_over(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*"))
+
+
+def test_built_once_and_found_again(tmp_path: Path) -> None:
+    calls = []
+
+    def build(folder: Path) -> None:
+        calls.append(folder)
+        write_answer(folder)
+
+    for _ in range(2):
+        assert (build_once(tmp_path, "tokens/key", build) / "answer").read_text() == "42"
+    assert len(calls) == 1
+    assert left_over(tmp_path) == ["answer", "key", "tokens"]
+
+
+def test_a_failure_leaves_nothing_and_is_not_remembered(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        write_answer(folder)
+        raise DataError("broken")
+
+    with pytest.raises(DataError, match="broken"):
+        build_once(tmp_path, "key", build)
+    assert left_over(tmp_path) == []
+    build_once(tmp_path, "key", write_answer)
+
+
+def test_a_full_disk_is_told_with_the_remedy(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        write_answer(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "answer"))
+
+    with pytest.raises(DataError, match=r"data\.cache_dir: .*No space left on device.*Free space"):
+        build_once(tmp_path, "key", build)
+    assert left_over(tmp_path) == []
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"data\.cache_dir"):
+        build_once(tmp_path / "file", "key", write_answer)
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+from shardwright.data.cache import build_once
+
+root = Path(sys.argv[1])
+
+def build(folder):
+    with open(root / "calls", "a") as stream:
+        stream.write("x")
+    time.sleep(0.5)
+    (folder / "answer").write_text("42")
+
+print((build_once(root, "key", build, poll_seconds=0.01) / "answer").read_text())
+"""
+
+
+def test_of_several_processes_one_works_and_the_others_wait(tmp_path: Path) -> None:
+    racers = [subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [racer.communicate(timeout=60)[0].strip() for racer in racers] == ["42"] * 4
+    assert (tmp_path / "calls").read_text() == "x"
+    assert left_over(tmp_path) == ["answer", "calls", "key"]
+
+
+def test_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
+    racer = subprocess.Popen([sys.executable, "-c", RACER.replace("0.5", "60"), str(tmp_path)])
+    while not (tmp_path / "calls").exists():
+        time.sleep(0.01)
+    racer.kill()
+    racer.wait()
+    assert any(name.endswith(".partial") for name in left_over(tmp_path))
+    started = time.monotonic()
+    build_once(tmp_path, "key", write_answer)
+    assert time.monotonic() - started < 5
+    assert left_over(tmp_path) == ["answer", "calls", "key"]
+
+
+def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "STALE_SECONDS", 0.3)
+    (tmp_path / "key.lock").write_text("elsewhere 1 abcd")
+    started = time.monotonic()
+    build_once(tmp_path, "key", write_answer, poll_seconds=0.01)
+    assert time.monotonic() - started > 0.25
+    assert left_over(tmp_path) == ["answer", "key"]
+
+
+def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(cache, "HEARTBEAT_SECONDS", 0.05)
+    order = []
+
+    def slow(folder: Path) -> None:
+        time.sleep(1.5)
+        order.append("slow")
+        write_answer(folder)
+
+    worker = threading.Thread(target=build_once, args=(tmp_path, "key", slow))
+    worker.start()
+    while not (tmp_path / "key.lock").exists():
+        time.sleep(0.01)
+    build_once(tmp_path, "key", lambda folder: order.append("second"), poll_seconds=0.01)
+    worker.join()
+    assert order == ["slow"]
+
+
+def test_fingerprints_go_by_content(tmp_path: Path) -> None:
+    def now() -> list[list[str]]:
+        return fingerprint(list_files([Source(path=str(tmp_path / "in"))], "data.sources"), tmp_path / "cache")
+
+    write_text(tmp_path / "in" / "a.txt", "one")
+    first = now()
+    os.utime(tmp_path / "in" / "a.txt", ns=(0, 1))  # touched, not changed
+    assert now() == first
+    write_text(tmp_path / "in" / "a.txt", "two")
+    assert now() != first
+    write_text(tmp_path / "in" / "a.txt", "one")
+    assert now() == first
+    (tmp_path / "in" / "a.txt").rename(tmp_path / "in" / "b.txt")
+    assert now() != first, "names are the order of documents"
+
+
+def test_settled_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(write_text(tmp_path / "a.txt", "one"))
+    files = list_files([Source(path=str(path))], "data.sources")
+    hashed = []
+    monkeypatch.setattr(cache, "_hash", lambda path: hashed.append(path) or "digest")
+    for _ in range(2):  # changed just now: it may change again within the clock's grain
+        fingerprint(files, tmp_path / "cache")
+    assert len(hashed) == 2
+    os.utime(path, (1, 1))
+    for _ in range(3):
+        fingerprint(files, tmp_path / "cache")
+    assert len(hashed) == 3
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_root(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "all"))
+    assert cache_root(None) == tmp_path / "all" / "data"
+    monkeypatch.delenv("SHARDWRIGHT_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_root(None) == tmp_path / ".cache" / "shardwright" / "data"

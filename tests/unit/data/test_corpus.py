@@ -1,0 +1,177 @@
+"""The split: nothing held out is learnt from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwright.config.schema import DataSection
+from shardwright.data.corpus import Corpus, Side, divide, weigh
+from shardwright.data.sources import list_files
+from shardwright.errors import DataError
+from tests.unit.data.recipes import story, write_json_lines, write_text
+
+
+def corpus_of(sources: Any, **data: Any) -> Corpus:
+    section = DataSection(sources=sources, **data)
+    training = weigh(list_files(section.sources, "data.sources"), lambda done: None)
+    validation = weigh(list_files(section.validation, "data.validation"), lambda done: None) if section.validation else None
+    return divide(training, validation, section)
+
+
+def texts(corpus: Corpus, side: Side) -> list[str]:
+    found: dict[int, str] = {}
+    for piece in corpus.pieces(side):
+        found[piece.record] = found.get(piece.record, "") + piece.text
+    return list(found.values())
+
+
+def test_documents_fall_on_one_side_each_and_duplicates_together(tmp_path: Path) -> None:
+    stories = [story(number % 150) for number in range(300)]
+    corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", stories), validation_fraction=0.2)
+    train, validation = texts(corpus, "train"), texts(corpus, "validation")
+    assert sorted(train + validation) == sorted(stories)
+    assert not set(train) & set(validation)
+    assert 0.1 < len(validation) / 300 < 0.3
+    assert train == [text for text in stories if text in set(train)]  # in the order of the source
+
+
+def test_documents_keep_their_side_as_a_corpus_grows(tmp_path: Path) -> None:
+    small = corpus_of(write_json_lines(tmp_path / "a.jsonl", [story(n) for n in range(100)]), validation_fraction=0.2)
+    large = corpus_of(write_json_lines(tmp_path / "b.jsonl", [story(n) for n in range(200)]), validation_fraction=0.2)
+    assert set(texts(small, "validation")) <= set(texts(large, "validation"))
+    assert set(texts(small, "train")) <= set(texts(large, "train"))
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 0.999999])
+def test_neither_side_is_empty_with_two_documents(tmp_path: Path, fraction: float) -> None:
+    corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", ["one", "two", "one"]), validation_fraction=fraction)
+    assert set(texts(corpus, "train")) | set(texts(corpus, "validation")) == {"one", "two"}
+    assert len(set(texts(corpus, "train"))) == len(set(texts(corpus, "validation"))) == 1
+
+
+@pytest.mark.parametrize("stories", [["one"], ["one", "one"]])
+def test_one_document_cannot_be_split_by_documents(tmp_path: Path, stories: list[str]) -> None:
+    with pytest.raises(DataError, match=r"two different documents.*tail"):
+        corpus_of(write_json_lines(tmp_path / "a.jsonl", stories), validation_fraction=0.1)
+
+
+def test_tail_cuts_by_characters_as_nanogpt_does(tmp_path: Path) -> None:
+    text = "".join(chr(ord("a") + number % 26) for number in range(9_999))
+    corpus = corpus_of(write_text(tmp_path / "a.txt", text), validation_fraction=0.1, validation_split="tail")
+    (train,), (validation,) = texts(corpus, "train"), texts(corpus, "validation")
+    assert train == text[: int(9_999 * 0.9)]
+    assert train + validation == text
+    assert (corpus.characters("train"), corpus.characters("validation")) == (len(train), len(validation))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    fraction=st.floats(0.05, 0.95),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tail_gives_each_character_to_one_side(tmp_path: Path, lengths: list[int], fraction: float) -> None:
+    stories = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+    whole = "".join(stories)
+    boundary = int(len(whole) * (1.0 - fraction))
+    path = write_json_lines(tmp_path / "a.jsonl", stories)
+    if not 0 < boundary < len(whole):
+        with pytest.raises(DataError, match="one side empty"):
+            corpus_of(path, validation_fraction=fraction, validation_split="tail")
+        return
+    corpus = corpus_of(path, validation_fraction=fraction, validation_split="tail")
+    assert "".join(texts(corpus, "train")) == whole[:boundary]
+    assert "".join(texts(corpus, "validation")) == whole[boundary:]
+    assert corpus.characters("train") == boundary
+    assert corpus.characters("validation") == len(whole) - boundary
+
+
+def test_the_halves_of_a_cut_document_have_no_false_ends(tmp_path: Path) -> None:
+    corpus = corpus_of(write_text(tmp_path / "a.txt", "x" * 100), validation_fraction=0.5, validation_split="tail")
+    (head,), (tail,) = list(corpus.pieces("train")), list(corpus.pieces("validation"))
+    assert (head.begins, head.ends) == (True, False)
+    assert (tail.begins, tail.ends) == (False, True)
+
+
+def test_tail_drops_what_is_also_learnt_from(tmp_path: Path) -> None:
+    stories = ["aaaa", "bbbb", "cccc", "dddd", "aaaa", "eeee", "cccc", "ffff"]
+    path = write_json_lines(tmp_path / "a.jsonl", stories)
+    corpus = corpus_of(path, validation_fraction=0.5, validation_split="tail")
+    assert texts(corpus, "train") == stories[:4]
+    assert texts(corpus, "validation") == ["eeee", "ffff"]
+    assert corpus.num_duplicates_dropped == 2
+    # The boundary inside the third document: its copy at the end is half learnt from, so it goes too.
+    cut = corpus_of(path, validation_fraction=22 / 32, validation_split="tail")
+    assert texts(cut, "train") == ["aaaa", "bbbb", "cc"]
+    assert texts(cut, "validation") == ["cc", "dddd", "eeee", "ffff"]
+    # The boundary inside a copy of a document that is learnt from whole: nothing of it is held out.
+    copied = corpus_of(path, validation_fraction=14 / 32, validation_split="tail")
+    assert texts(copied, "train") == ["aaaa", "bbbb", "cccc", "dddd", "aa"]
+    assert texts(copied, "validation") == ["eeee", "ffff"]
+
+
+def test_a_tail_of_copies_is_an_error(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl", ["one", "two", "one", "two"])
+    with pytest.raises(DataError, match=r"also learnt from.*documents"):
+        corpus_of(path, validation_fraction=0.5, validation_split="tail")
+
+
+def test_explicit_validation_drops_what_is_also_learnt_from(tmp_path: Path) -> None:
+    training = write_json_lines(tmp_path / "a.jsonl", ["one", "two", "three"])
+    validation = write_json_lines(tmp_path / "b.jsonl", ["four", "two", "five", "two"])
+    corpus = corpus_of(training, validation=validation)
+    assert texts(corpus, "train") == ["one", "two", "three"]
+    assert texts(corpus, "validation") == ["four", "five"]
+    assert corpus.num_duplicates_dropped == 2
+    assert (corpus.characters("train"), corpus.characters("validation")) == (11, 8)
+    with pytest.raises(DataError, match="not also learnt from"):
+        corpus_of(training, validation=training)
+
+
+def test_without_validation_everything_is_learnt_from(tmp_path: Path) -> None:
+    corpus = corpus_of(write_json_lines(tmp_path / "a.jsonl", ["one", "two"]))
+    assert texts(corpus, "train") == ["one", "two"]
+    assert corpus.characters("validation") == 0
+
+
+def test_broken_records_are_passed_over_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\nnot json\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_bytes(b"begins well\n" * 40_000 + b"\xff")
+    write_text(tmp_path / "c.txt", "three")
+    write_text(tmp_path / "d.txt", "")
+    corpus = corpus_of(str(tmp_path))
+    assert texts(corpus, "train") == ["one", "two", "three"]
+    records = corpus.training.records
+    assert (records.num_records, records.num_broken, records.num_empty_files) == (5, 2, 1)
+    assert [(item.file, item.line) for item in records.broken] == [("a.jsonl", 2), ("b.txt", 40_001)]
+    records.check(0.4, "data.sources")
+    with pytest.raises(DataError, match=r"a\.jsonl:2 not JSON.*b\.txt:40001.*2 of 5 broken, 40\.0%.*39\.0%") as caught:
+        records.check(0.39, "data.sources")
+    assert caught.value.remedy is not None
+
+
+def test_a_thousand_broken_records_are_told_short(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("nonsense\n" * 1000)
+    records = weigh(list_files([DataSection(sources=str(tmp_path)).sources[0]], "data.sources"), lambda done: None).records
+    assert records.num_broken == 1000
+    with pytest.raises(DataError, match="and 996 more") as caught:
+        records.check(0.5, "data.sources")
+    assert len(str(caught.value)) < 600
+
+
+def test_no_text_at_all(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.txt", "")
+    with pytest.raises(DataError, match=r"hold no text.*1 files, 1 of them empty"):
+        corpus_of(str(tmp_path))
+
+
+def test_sources_that_change_while_read_are_noticed(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl", ["one", "two"])
+    corpus = corpus_of(path)
+    write_json_lines(tmp_path / "a.jsonl", ["one", "two", "three"])
+    with pytest.raises(DataError, match="changed while"):
+        texts(corpus, "train")

@@ -1,0 +1,102 @@
+"""Packed documents never see or predict each other (silent-gradient family: packing leaks across documents)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.data.dataset import IGNORED_LABEL, Sample
+from shardwright.data.pack import PackedDataset, Packing, pack_documents
+
+lengths_of_documents = st.lists(st.integers(min_value=0, max_value=40), min_size=1, max_size=30)
+
+
+def pack(lengths: list[int], sequence_length: int) -> PackedDataset:
+    """Documents whose tokens are 1, 2, 3, ... through all of them: a token tells its document."""
+    documents = np.cumsum([0, *lengths]).astype(np.uint64)
+    tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
+    return PackedDataset(tokens, pack_documents(documents, sequence_length), sequence_length)
+
+
+def predictions(sample: Sample) -> list[tuple[int, int]]:
+    """(input token, label) wherever something is supervised."""
+    return [(int(i), int(t)) for i, t in zip(sample.input_ids, sample.labels, strict=True) if t != IGNORED_LABEL]
+
+
+@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
+@settings(max_examples=150, deadline=None)
+def test_each_token_is_predicted_once_from_its_own_document(lengths: list[int], sequence_length: int) -> None:
+    dataset = pack(lengths, sequence_length)
+    found = Counter(pair for index in range(len(dataset)) for pair in predictions(dataset.sample(index)))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    wanted = Counter((token, token + 1) for s, e in zip(starts, ends, strict=True) for token in range(int(s) + 1, int(e)))
+    assert found == wanted
+    assert dataset.num_supervised == sum(wanted.values())
+
+
+@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
+@settings(max_examples=150, deadline=None)
+def test_document_ids_and_positions_mark_every_boundary(lengths: list[int], sequence_length: int) -> None:
+    dataset = pack(lengths, sequence_length)
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    for index in range(len(dataset)):
+        sample = dataset.sample(index)
+        assert sample.document_ids is not None
+        for number in range(int(sample.document_ids.max()) + 1):
+            here = np.flatnonzero(sample.document_ids == number)
+            assert here.tolist() == list(range(here[0], here[0] + len(here))), "a document lies in one stretch"
+            assert sample.positions[here].tolist() == list(range(len(here)))
+            inside = sample.input_ids[here]
+            if sample.labels[here[0]] == IGNORED_LABEL:  # free positions
+                assert (inside == 0).all()
+                assert (sample.labels[here] == IGNORED_LABEL).all()
+            else:
+                assert (np.diff(inside) == 1).all()
+                assert len(set(document_of[inside - 1])) == 1
+                assert (sample.labels[here] == inside + 1).all()
+
+
+@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 24))
+@settings(max_examples=60, deadline=None)
+def test_a_document_that_fits_is_never_cut(lengths: list[int], sequence_length: int) -> None:
+    documents = np.cumsum([0, *lengths]).astype(np.uint64)
+    packing = pack_documents(documents, sequence_length)
+    starts = Counter(packing.piece_starts_P.tolist())
+    for start, length in zip(documents[:-1].tolist(), lengths, strict=True):
+        if 2 <= length <= sequence_length + 1:
+            assert starts[start] == 1
+            assert packing.piece_lengths_P[packing.piece_starts_P.tolist().index(start)] == length - 1
+
+
+def test_rows_fill_up() -> None:
+    generator = np.random.default_rng(0)
+    dataset = pack(generator.integers(2, 100, size=500).tolist(), 128)
+    assert dataset.padding_fraction < 0.01
+    assert len(dataset) == -(-dataset.num_supervised // 128)  # the fewest rows there can be
+
+
+def test_packing_is_a_function_of_its_arguments_and_survives_the_file(tmp_path: Path) -> None:
+    documents = np.cumsum([0, 5, 9, 2, 30, 4]).astype(np.uint64)
+    first, second = pack_documents(documents, 8), pack_documents(documents, 8)
+    first.save(tmp_path / "packing.npz")
+    read = Packing.load(tmp_path / "packing.npz")
+    for name in ("piece_starts_P", "piece_lengths_P", "row_starts_R1"):
+        assert (getattr(first, name) == getattr(second, name)).all()
+        assert (getattr(first, name) == getattr(read, name)).all()
+
+
+def test_documents_of_one_token_predict_nothing() -> None:
+    assert len(pack([1, 1, 0], 8)) == 0
+
+
+def test_indices_outside_are_refused() -> None:
+    dataset = pack([5, 5], 8)
+    for index in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset.sample(index)
