@@ -182,7 +182,7 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
             for contender, ranks in running:
                 rows[contender]["blocks"].append(ranks.run_block(arguments.steps))
     for row in rows.values():
-        summarise(row, cases[0].tokens_per_step * arguments.steps)
+        summarise(row, cases[0].tokens_per_step, arguments.steps)
     return {
         "name": comparison.name,
         "zero_stage": comparison.zero_stage,
@@ -212,14 +212,14 @@ def mean_over_ranks(replies: list[dict[str, Any]]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*(reply["losses"] for reply in replies), strict=True)]
 
 
-def summarise(row: dict[str, Any], tokens_per_block: int) -> None:
+def summarise(row: dict[str, Any], tokens_per_step: int, steps: int) -> None:
     """Replace a row's raw replies by its figures.
 
     `peak_memory_bytes` is the largest resident high-water mark of a rank during timed blocks, `start_up_memory_bytes` that of
-    everything before (imports, loading, cutting, warm-up).
+    everything before (imports, loading, cutting, warm-up); `processor_seconds_per_step` is summed over ranks and threads.
     """
     blocks, warmup, start_up = row.pop("blocks"), row.pop("warmup"), row.pop("start_up")
-    rates = [tokens_per_block / max(reply["seconds"] for reply in block) for block in blocks]
+    rates = [tokens_per_step * steps / max(reply["seconds"] for reply in block) for block in blocks]
     losses = mean_over_ranks(warmup) + [loss for block in blocks for loss in mean_over_ranks(block)]
     row |= {
         "tokens_per_second": median(rates),
@@ -229,6 +229,7 @@ def summarise(row: dict[str, Any], tokens_per_block: int) -> None:
         "start_up_memory_bytes": max(
             [reply["peak_rss_bytes"] for reply in warmup] + [reply["start_up"]["peak_rss_bytes"] for reply in start_up]
         ),
+        "processor_seconds_per_step": sum(reply["cpu_seconds"] for block in blocks for reply in block) / len(blocks) / steps,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "tokens_per_second_by_round": rates,
@@ -243,7 +244,7 @@ def print_comparison(measured: dict[str, Any]) -> None:
         ratio = f"  shardwright is {ours['tokens_per_second'] / row['tokens_per_second']:.2f}x" if ours and row is not ours else ""
         print(
             f"  {name:24}{row['tokens_per_second']:8.0f} tok/s ({row['tokens_per_second_lowest']:.0f} to "
-            f"{row['tokens_per_second_highest']:.0f}) {row['peak_memory_bytes'] / 2**20:7.0f} MiB  loss {row['first_loss']:.4f} -> "
+            f"{row['tokens_per_second_highest']:.0f}) {row['peak_memory_bytes'] / 2**20:7.0f} MiB {row['processor_seconds_per_step']:6.2f} cpu s/step  loss {row['first_loss']:.4f} -> "
             f"{row['last_loss']:.4f}{ratio}",
             flush=True,
         )

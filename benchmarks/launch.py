@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from benchmarks.case import Case
 
 LOG_TAIL_LINES = 15
+ROOT = Path(__file__).resolve().parents[1]
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Set for several ranks; absent for one, which is then a process by itself to every contender."""
 
@@ -72,6 +73,8 @@ class Ranks:
         read_fd, write_fd = os.pipe()
         environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         environment["TOKENIZERS_PARALLELISM"] = "false"
+        # A checkout that is not installed (a borrowed machine's Python) still finds its own sources.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
         if self.case.world_size > 1:
             values = (rank, rank, self.case.world_size, self.case.world_size, "127.0.0.1", port)
             environment |= {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}
@@ -85,7 +88,7 @@ class Ranks:
                 stderr=subprocess.STDOUT,
                 pass_fds=[write_fd],
                 env=environment,
-                cwd=Path(__file__).resolve().parents[1],
+                cwd=ROOT,
                 text=True,
             )
         os.close(write_fd)

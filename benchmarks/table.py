@@ -18,6 +18,17 @@ CPU_GOALS = {"torch-loop": 1.0, "torch-loop-own-decoder": 1.0, "deepspeed": 1.15
 """shardwright's tokens per second over the contender's, at no more memory."""
 OURS = "shardwright"
 
+CPU_PREFACE = """\
+Made by `make bench` (`python -m benchmarks.cpu`, then `python -m benchmarks.table`). Within a comparison everybody starts from the
+same weights, reads the same tokens and runs the same AdamW with the same clip; all are alive at once and timed in turn, so a slow
+minute hits all alike. *Speed* and *memory* are shardwright over the contender: above 1 is faster, below 1 is smaller. Memory is the
+largest resident high-water mark of a rank while it trains (imports included), measured alike for all. Goals: speed at least 1.00
+against the hand-written loops, 1.15 against DeepSpeed, 1.20 against Trainer; memory at most 1.00."""
+GPU_PREFACE = """\
+Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights, synthetic tokens, bf16 compute
+with fp32 master weights and moments, fused AdamW, clip 1. Contenders of a case run in turn, each visit in a fresh process. MFU is
+model FLOPs (causal attention, no recomputation counted) over the best square matrix product measured right before the case."""
+
 
 def main() -> None:
     """Write the Markdown of one result file."""
@@ -41,15 +52,7 @@ def render(result: dict[str, Any], notes: str = "") -> str:
 
 def render_cpu(result: dict[str, Any]) -> list[str]:
     """Two CPU ranks: one table per comparison, then where the goals are missed."""
-    sections = [
-        "# Two ranks on two CPU cores",
-        "Made by `make bench` (`python -m benchmarks.cpu`, then `python -m benchmarks.table`). Within a comparison everybody starts "
-        "from the same weights, reads the same tokens and runs the same AdamW with the same clip; all are alive at once and timed in "
-        "turn, so a slow minute hits all alike. *Speed* and *memory* are shardwright over the contender: above 1 is faster, below 1 "
-        "is smaller. Memory is the largest resident high-water mark of a rank while it trains (imports included), measured alike "
-        "for all. Goals: speed at least 1.00 against the hand-written loops, 1.15 against DeepSpeed, 1.20 against Trainer; memory "
-        "at most 1.00.",
-    ]
+    sections = ["# Two ranks on two CPU cores", CPU_PREFACE]
     short: list[str] = []
     for comparison in result["comparisons"]:
         sections.append(_cpu_table(comparison, short))
@@ -73,45 +76,33 @@ def _cpu_table(comparison: dict[str, Any], short: list[str]) -> str:
             memory_ratio = ours["peak_memory_bytes"] / row["peak_memory_bytes"]
             speed, memory, goal = f"{speed_ratio:.2f}", f"{memory_ratio:.2f}", f"{CPU_GOALS[name]:.2f}"
             short += _shortfalls(title, name, speed_ratio, memory_ratio)
-        rate = (
-            f"{row['tokens_per_second']:,.0f} ({row['tokens_per_second_lowest']:,.0f} to {row['tokens_per_second_highest']:,.0f})"
-        )
         losses = f"{row['first_loss']:.4f}, {row['last_loss']:.4f}"
-        rows.append((TITLES[name], rate, speed, goal, f"{row['peak_memory_bytes'] / 2**20:,.0f}", memory, losses))
+        rows.append((TITLES[name], _rate(row), speed, goal, f"{row['peak_memory_bytes'] / 2**20:,.0f}", memory, losses))
     header = ("contender", "tokens/s, median (range)", "speed", "goal", "MiB a rank", "memory", "first, last loss")
     return f"## {title}\n\n{_table(header, rows)}"
 
 
 def _shortfalls(title: str, name: str, speed_ratio: float, memory_ratio: float) -> list[str]:
     """Goals missed by more than the two digits that are printed."""
-    found, goal = [], CPU_GOALS[name]
+    found, goal, against = [], CPU_GOALS[name], f"{title}, against {TITLES[name]}"
     if round(speed_ratio, 2) < goal:
-        found.append(
-            f"{title}, against {TITLES[name]}: speed {speed_ratio:.2f}, goal {goal:.2f} ({1 - speed_ratio / goal:.0%} short)"
-        )
+        found.append(f"{against}: speed {speed_ratio:.2f}, goal {goal:.2f} ({1 - speed_ratio / goal:.0%} short)")
     if round(memory_ratio, 2) > 1.0:
-        found.append(f"{title}, against {TITLES[name]}: memory {memory_ratio:.2f}, goal 1.00 ({memory_ratio - 1:.0%} over)")
+        found.append(f"{against}: memory {memory_ratio:.2f}, goal 1.00 ({memory_ratio - 1:.0%} over)")
     return found
 
 
 def render_gpu(result: dict[str, Any]) -> list[str]:
     """One GPU: one table per model shape."""
     device = result["device"]
-    sections = [
-        f"# Full fine-tuning on one {device['name']}",
-        "Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights, synthetic tokens, bf16 "
-        "compute with fp32 master weights and moments, fused AdamW, clip 1. Contenders of a case run in turn, each visit in a fresh "
-        "process. MFU is model FLOPs (no recomputation counted) over the best square matrix product measured beside the case "
-        f"(median {device['matmul_flops_per_second'] / 1e12:,.0f} TFLOP/s in bf16; large copies {device['copy_bytes_per_second'] / 1e12:.2f} "
-        "TB/s, bytes read and written).",
-    ]
+    matmul, copy = device["matmul_flops_per_second"] / 1e12, device["copy_bytes_per_second"] / 1e12
+    ceilings = f"The device reached a median of {matmul:,.0f} TFLOP/s in bf16 products and {copy:.2f} TB/s in large copies."
+    sections = [f"# Full fine-tuning on one {device['name']}", f"{GPU_PREFACE} {ceilings}"]
     for shape in dict.fromkeys(case["shape"] for case in result["cases"]):
         rows = []
         for case in (case for case in result["cases"] if case["shape"] == shape):
             what = f"{case['micro_batch_size']} x {case['sequence_length']:,}"
-            options = (
-                ", ".join(name for name, on in (("compile", case["compile"]), ("recompute", case["recompute"])) if on) or "plain"
-            )
+            options = ", ".join(option for option in ("compile", "recompute") if case[option]) or "plain"
             for name, row in case["contenders"].items():
                 rows.append((what, options, TITLES[name], *_gpu_figures(row)))
         header = ("batch", "options", "contender", "tokens/s", "MFU", "allocated GiB", "reserved GiB", "first, last loss")
@@ -124,19 +115,23 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
 def _gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in row:
         return (row["failed"], "", "", "", "")
-    gib = [
-        f"{row[key] / 2**30:,.1f}" if row.get(key) is not None else "" for key in ("peak_allocated_bytes", "peak_reserved_bytes")
-    ]
-    rate = f"{row['tokens_per_second']:,.0f} ({row['tokens_per_second_lowest']:,.0f} to {row['tokens_per_second_highest']:,.0f})"
-    return (rate, f"{row['mfu']:.1%}", *gib, f"{row['first_loss']:.3f}, {row['last_loss']:.3f}")
+    peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
+    gib = ["" if peak is None else f"{peak / 2**30:,.1f}" for peak in peaks]
+    return (_rate(row), f"{row['mfu']:.1%}", *gib, f"{row['first_loss']:.3f}, {row['last_loss']:.3f}")
+
+
+def _rate(row: dict[str, Any]) -> str:
+    median, lowest, highest = (row[key] for key in ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest"))
+    return f"{median:,.0f} ({lowest:,.0f} to {highest:,.0f})"
 
 
 def render_conditions(result: dict[str, Any]) -> str:
     """Machine, software, date, repetitions."""
     conditions = result["conditions"]
     packages = ", ".join(f"{name} {version}" for name, version in conditions["packages"].items())
+    memory = f"{conditions['memory_bytes'] / 2**30:.0f} GiB"
     lines = [
-        f"{conditions['processor']}, {conditions['cores']} cores, {conditions['memory_bytes'] / 2**30:.0f} GiB, {conditions['system']}",
+        f"{conditions['processor']}, {conditions['cores']} cores, {memory}, {conditions['system']}",
         f"Python {conditions['python']}, {packages}; shardwright {conditions['shardwright']} at {conditions['commit']}",
         f"measured {conditions['date']}",
     ]

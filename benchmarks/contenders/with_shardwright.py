@@ -6,6 +6,7 @@ the shuffle, so that step s reads the samples that the others read.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 from functools import cache
@@ -96,10 +97,8 @@ def run(case: Case, pace: Pace) -> None:
         loop = Loop(checked, state, ranks, device, speaker, meeting, saver, StopRequest())
         pace.details["wrapped"] = f"{type(state.model.module).__name__}, {checked.plan.layout}"
         if pace.begin():
-            try:
+            with contextlib.suppress(_Stopped):
                 loop.run()
-            except _Stopped:
-                pass
     if dist.is_initialized():
         dist.barrier()
 

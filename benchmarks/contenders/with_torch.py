@@ -37,7 +37,8 @@ def load_transformers_model(case: Case) -> Any:
         torch.manual_seed(0)
         with torch.device(case.device):
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.weights_dir), dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(case.weights_dir, dtype=torch.float32).to(case.device)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(case.weights_dir, dtype=torch.float32)
+    return model.to(case.device)
 
 
 def transformers_loss(module: nn.Module, input_ids_BT: Tensor) -> Tensor:

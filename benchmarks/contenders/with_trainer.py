@@ -20,7 +20,7 @@ from benchmarks.contenders.with_torch import load_transformers_model
 from benchmarks.pace import Pace
 
 
-class _Sequences(Dataset):  # type: ignore[type-arg]
+class _Sequences(Dataset[dict[str, Tensor]]):
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
 
