@@ -231,6 +231,10 @@ def test_a_norm_below_the_limit_leaves_every_bit() -> None:
     assert torch.equal(gradient, before)
 
 
+def test_coefficient_has_torchs_margin() -> None:
+    assert clip_coefficient(torch.tensor(1e-6), 1e-6).item() == pytest.approx(0.5)
+
+
 def test_zero_norm_stays_zero() -> None:
     gradient = torch.zeros(5)
     norm = global_norm(held(gradient), alone)
