@@ -13,29 +13,41 @@ from collections.abc import Sequence
 import typer
 
 from shardwright import __version__
-from shardwright.cli.schema import schema_command
-from shardwright.cli.train import train_command
+from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 
-app = typer.Typer(
-    name="shardwright",
-    help="Plan, prove and train large language models over any number of devices.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+
+def build_app(verb: str | None) -> typer.Typer:
+    """The command line with the called verb's own options; of the other verbs only what --help says of them."""
+    app = typer.Typer(
+        name="shardwright",
+        help="Plan, prove and train large language models over any number of devices.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(invoke_without_command=True)(_version)
+    for name, known in VERBS.items():
+        if name != verb:
+            app.command(name, help=known.summary)(_not_called)
+            continue
+        loaded = known.load()
+        if isinstance(loaded, typer.Typer):
+            app.add_typer(loaded, name=name, help=known.summary)
+        else:
+            app.command(name)(loaded)
+    return app
 
 
-@app.callback(invoke_without_command=True)
 def _version(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
     if version:
         sys.stdout.write(f"shardwright {__version__}\n")
         raise typer.Exit
 
 
-app.command("train")(train_command)
-app.command("schema")(schema_command)
+def _not_called() -> None:
+    raise AssertionError("a verb that was not called ran")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors of ours are one message, anything else a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(words)
+        build_app(next((word for word in words if not word.startswith("-")), None))(words)
     except SystemExit as leaving:  # the parser's own way out: --help, or an option that does not parse (2)
         return leaving.code if isinstance(leaving.code, int) else ExitCode.DONE
     except KeyboardInterrupt:

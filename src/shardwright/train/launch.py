@@ -92,7 +92,7 @@ def _passing_signals_on(control: Path) -> Iterator[None]:
         (control / STOP_NOTE).touch()  # read by ranks that have not left their process id yet
         for note in control.glob("rank-*.pid"):
             with suppress(ProcessLookupError, ValueError):
-                os.kill(int(note.read_text()), signal.SIGTERM)
+                os.kill(int(note.read_text()), number)
 
     former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     try:

@@ -1,0 +1,87 @@
+"""The verbs, in the order of --help: what each says of itself, and where it lives.
+
+A verb's module is imported when the verb is called, so that `shardwright --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+
+@dataclass(frozen=True)
+class Verb:
+    """`load` imports the verb's function, or its group of verbs."""
+
+    summary: str
+    load: Callable[[], Callable[..., Any] | typer.Typer]
+
+
+def _data() -> Callable[..., Any]:
+    from shardwright.cli.data import data_command
+
+    return data_command
+
+
+def _train() -> Callable[..., Any]:
+    from shardwright.cli.train import train_command
+
+    return train_command
+
+
+def _verify() -> Callable[..., Any]:
+    from shardwright.cli.verify import verify_command
+
+    return verify_command
+
+
+def _generate() -> Callable[..., Any]:
+    from shardwright.cli.generate import generate_command
+
+    return generate_command
+
+
+def _export() -> Callable[..., Any]:
+    from shardwright.cli.export import export_command
+
+    return export_command
+
+
+def _report() -> Callable[..., Any]:
+    from shardwright.cli.report import report_command
+
+    return report_command
+
+
+def _compare() -> Callable[..., Any]:
+    from shardwright.cli.compare import compare_command
+
+    return compare_command
+
+
+def _checkpoint() -> typer.Typer:
+    from shardwright.cli.checkpoint import app
+
+    return app
+
+
+def _schema() -> Callable[..., Any]:
+    from shardwright.cli.schema import schema_command
+
+    return schema_command
+
+
+VERBS = {
+    "data": Verb("Show what the model will see, before any rank starts.", _data),
+    "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
+    "train": Verb("Train a recipe, on one process or many.", _train),
+    "generate": Verb("Continue a prompt with a trained model.", _generate),
+    "export": Verb("Write a run as a Hugging Face folder.", _export),
+    "report": Verb("Draw what happened in a run as one page.", _report),
+    "compare": Verb("Hold a run's loss against a reference's.", _compare),
+    "checkpoint": Verb("List, verify and inspect checkpoints.", _checkpoint),
+    "schema": Verb("Print the JSON schema of recipes, for editors.", _schema),
+}
