@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwright.architecture import FAMILIES, read_config
+from shardwright.architecture import FAMILIES, cut, read_config
 from shardwright.model import Decoder
 from tests.reference.cases import CASES, LONG
 
@@ -104,3 +104,26 @@ def test_logits_loss_and_gradients(case: str, attention: Literal["auto", "explic
     for name, value in found.items():
         norm = expected[name].norm()
         assert value * norm < TOLERANCE * norm + 1e-8 * largest, (name, value, worst, found[worst])
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "gemma2", "smollm3", "gpt_neox", "gpt2"])
+def test_packed_documents(case: str, tmp_path: Path) -> None:
+    """They recognise packed documents by positions that begin again; we are told."""
+    config = CASES[case]
+    theirs = build_theirs(config)
+    ours = build_ours(config, theirs, tmp_path)
+    ids_BT = torch.randint(0, config["vocab_size"], (1, LONG))
+    lengths = torch.tensor([13, 4, LONG - 17])
+    positions_BT = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+    documents_BT = torch.repeat_interleave(torch.arange(3), lengths)[None]
+    logits = theirs(ids_BT, position_ids=positions_BT, use_cache=False).logits
+    assert distance(ours(ids_BT, document_ids_BT=documents_BT, positions_BT=positions_BT), logits) < TOLERANCE
+    assert distance(ours(ids_BT, document_ids_BT=documents_BT), logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["llama-wide-heads", "phi3-longrope-long", "gemma3_text-older", "smollm3", "gpt2", "gpt_neox"])
+def test_a_cut_model_is_one_of_theirs(case: str, tmp_path: Path) -> None:
+    config = cut(read_config(CASES[case]), num_layers=2, hidden_size=32, vocab_size=50, sequence_length=20).to_config()
+    theirs = build_theirs(config)
+    ids_BT = torch.randint(0, 50, (2, 20))
+    assert distance(build_ours(config, theirs, tmp_path)(ids_BT), theirs(ids_BT, use_cache=False).logits) < TOLERANCE

@@ -39,7 +39,7 @@ class Attention(nn.Module):
             for name, full in ((names.query_norm, q_width), (names.key_norm, kv_width)):
                 self.add_module(name, RMSNorm(shape.head_dim if per_head else full, shape.norm_eps, shape.norm_offset))
 
-    def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
         q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD)
         if self.layer.rope is not None:
             cos, sin = context.rope_tables[self.layer.rope]
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         q_BHTE, k_BKSE, v_BKSE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
         if context.cache is not None:
             k_BKSE, v_BKSE = context.cache.extend(self.index, k_BKSE, v_BKSE)
-        out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context)
+        out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
         return getattr(self, self.names.attention_out)(out_BHTE.transpose(1, 2).flatten(2))
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,9 +69,9 @@ class Attention(nn.Module):
             q, k = getattr(self, names.query_norm)(q), getattr(self, names.key_norm)(k)
         return q, k, v
 
-    def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext) -> Tensor:
+    def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
         mask = context.masks[self.layer.window]
-        dropout = context.dropout if self.dropout > 0.0 else None
+        dropout = dropout if self.dropout > 0.0 else None
         if self.soft_cap is not None or dropout is not None or context.explicit:
             return self._attend_explicitly(q_BHTE, k_BKSE, v_BKSE, mask, dropout)
         # Of the CUDA kernels only the one without grouped heads takes a mask.
@@ -101,5 +101,5 @@ class Attention(nn.Module):
         accumulate = torch.float64 if scores_BHTS.dtype == torch.float64 else torch.float32
         weights_BHTS = torch.softmax(scores_BHTS, dim=-1, dtype=accumulate).to(v_BHSE.dtype)
         if dropout is not None:
-            weights_BHTS = dropout.drop_attention(weights_BHTS, self.dropout, self.index)
+            weights_BHTS = dropout.drop_attention(weights_BHTS, self.dropout)
         return weights_BHTS @ v_BHSE

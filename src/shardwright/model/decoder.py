@@ -17,7 +17,7 @@ from shardwright.architecture import ModelShape
 from shardwright.model.attention import Attention
 from shardwright.model.cache import KeyValueCache
 from shardwright.model.context import ForwardContext, build_context, default_positions
-from shardwright.model.dropout import DropoutKey, Site
+from shardwright.model.dropout import Dropout, DropoutKey, Site
 from shardwright.model.mlp import FeedForward
 from shardwright.model.norms import LayerNorm, RMSNorm
 
@@ -103,25 +103,30 @@ class Block(nn.Module):
         if names.post_mlp_norm is not None:
             self.add_module(names.post_mlp_norm, build_norm(shape))
         self._recompute: Recompute | None = None
-        self._inner: Callable[[Tensor, ForwardContext], Tensor] = self.inner
+        self._inner: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = self.inner
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+        # The layer's number enters here and not in the computation, which a compiler would otherwise specialise to it.
+        dropout = None if context.dropout is None else context.dropout.of_layer(self.index)
+        if context.cache is not None:
+            # Shapes change with every token: nothing to recompute, nothing worth compiling.
+            return self.inner(x_BTD, context, dropout)
         if self._recompute is None:
-            return self._inner(x_BTD, context)
-        return self._recompute(self._inner, x_BTD, context)
+            return self._inner(x_BTD, context, dropout)
+        return self._recompute(self._inner, x_BTD, context, dropout)
 
-    def inner(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
-        """The block's function."""
+    def inner(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+        """The block's function; `dropout` holds this layer's masks."""
         names = self.names
         normed = self._norm(names.pre_attention_norm, x_BTD)
-        attended = self._norm(names.post_attention_norm, getattr(self, names.attention)(normed, context))
-        attended = self._drop(attended, Site.ATTENTION_OUT, context)
+        attended = self._norm(names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout))
+        attended = self._drop(attended, Site.ATTENTION_OUT, dropout)
         if self.parallel:
             fed = getattr(self, names.mlp)(self._norm(names.pre_mlp_norm, x_BTD))
-            return self._drop(fed, Site.FEED_FORWARD, context) + attended + x_BTD
+            return self._drop(fed, Site.FEED_FORWARD, dropout) + attended + x_BTD
         x_BTD = self._add(x_BTD, attended)
         fed = getattr(self, names.mlp)(self._norm(names.pre_mlp_norm, x_BTD))
-        fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, context)
+        fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, dropout)
         return self._add(x_BTD, fed)
 
     def _norm(self, name: str | None, x_BTD: Tensor) -> Tensor:
@@ -132,10 +137,10 @@ class Block(nn.Module):
             return x_BTD + update_BTD
         return torch.add(x_BTD, update_BTD, alpha=self.residual_scale)
 
-    def _drop(self, x_BTD: Tensor, site: Site, context: ForwardContext) -> Tensor:
-        if context.dropout is None or self.dropout == 0.0:
+    def _drop(self, x_BTD: Tensor, site: Site, dropout: Dropout | None) -> Tensor:
+        if dropout is None or self.dropout == 0.0:
             return x_BTD
-        return context.dropout.drop(x_BTD, self.dropout, site, self.index)
+        return dropout.drop(x_BTD, self.dropout, site)
 
 
 class Decoder(nn.Module):
@@ -248,7 +253,7 @@ class Decoder(nn.Module):
             self.shape, x_BTD, positions_BT, document_ids_BT, dropout=dropout, explicit=self.explicit_attention, cache=cache
         )
         if context.dropout is not None and self.shape.embedding_dropout > 0.0:
-            x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING, 0)
+            x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
         for block in self.blocks:
             x_BTD = block(x_BTD, context)
         if cache is not None:

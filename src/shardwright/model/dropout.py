@@ -38,13 +38,13 @@ class DropoutKey:
 
 @dataclass(frozen=True)
 class Dropout:
-    """The masks of one forward pass; `keys_BT` hashes what all sites share: seed, step, sample, place in the row."""
+    """The masks of one forward pass, or of one layer of it; `keys_BT` hashes what they depend on so far."""
 
     keys_BT: Tensor
 
     @staticmethod
     def of(key: DropoutKey, num_tokens: int, device: torch.device) -> Dropout:
-        """Hash the sample indices and the places `0 ... num_tokens - 1`; both may use 64 bits."""
+        """Hash the seed, the step, the sample indices and the places `0 ... num_tokens - 1`; all but places may use 64 bits."""
         samples_B = key.sample_indices_B.to(device=device, dtype=torch.int64)
         state_B = torch.zeros_like(samples_B, dtype=torch.int32)
         for part in (key.seed, key.seed >> 32, key.step, key.step >> 32):
@@ -53,20 +53,22 @@ class Dropout:
             state_B = _mix(state_B ^ _low_bits(part_B))
         return Dropout(_combine(state_B[:, None], _numbers(num_tokens, device)))
 
-    def drop(self, x_BTD: Tensor, rate: float, site: Site, layer: int) -> Tensor:
+    def of_layer(self, index: int) -> Dropout:
+        """The masks of layer `index`; those outside the layers are not among them."""
+        return Dropout(_mix(self.keys_BT ^ _signed(index + 1)))
+
+    def drop(self, x_BTD: Tensor, rate: float, site: Site) -> Tensor:
         """Zero each feature of each token with probability `rate`; the others are divided by 1 - rate."""
-        keys_BT = self._at(site, layer)
+        keys_BT = _mix(self.keys_BT ^ site.value)
         return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate)
 
-    def drop_attention(self, weights_BHTS: Tensor, rate: float, layer: int) -> Tensor:
+    def drop_attention(self, weights_BHTS: Tensor, rate: float) -> Tensor:
         """The same for attention weights: one decision for each sample, head, query and key."""
         _, num_heads, _, num_keys = weights_BHTS.shape
         device = weights_BHTS.device
-        keys_BHT = _combine(self._at(Site.ATTENTION, layer)[:, None], _numbers(num_heads, device)[:, None])
+        keys_BT = _mix(self.keys_BT ^ Site.ATTENTION.value)
+        keys_BHT = _combine(keys_BT[:, None], _numbers(num_heads, device)[:, None])
         return _apply(weights_BHTS, _combine(keys_BHT[..., None], _numbers(num_keys, device)), rate)
-
-    def _at(self, site: Site, layer: int) -> Tensor:
-        return _mix(self.keys_BT ^ _signed(layer * len(Site) * 2 + site))
 
 
 def _mix(x: Tensor) -> Tensor:

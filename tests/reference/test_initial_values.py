@@ -1,0 +1,41 @@
+"""Initial values: each family's own scheme, read off models that transformers initialises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwright.architecture import FAMILIES, Normal, Ones, read_config
+from tests.reference.cases import CASES
+
+_WIDER = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 211}
+_WIDER_GPT2 = {"n_embd": 64, "n_layer": 2, "vocab_size": 211}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_parameter_begins_as_theirs(family: str, padded: bool, tmp_path: Path) -> None:
+    case = next(case for case in CASES.values() if case["model_type"] == family)
+    config = case | (_WIDER_GPT2 if family == "gpt2" else _WIDER) | {"initializer_range": 0.05}
+    if padded:
+        config["pad_token_id"] = 3
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
+    theirs = load_file(tmp_path / "model.safetensors")
+    specs = read_config(config).parameters()
+    assert {spec.name for spec in specs} == set(theirs)
+    for spec in specs:
+        tensor = theirs[spec.name]
+        if not isinstance(spec.init, Normal):
+            assert torch.equal(tensor, torch.full_like(tensor, float(isinstance(spec.init, Ones)))), spec.name
+            continue
+        zero_rows = [row for row in range(len(tensor)) if not tensor[row].any()]
+        assert zero_rows == ([] if spec.init.zero_row is None else [spec.init.zero_row]), spec.name
+        values = tensor[tensor != 0]
+        # Five standard errors of a normal sample's deviation and mean.
+        assert abs(values.std().item() / spec.init.std - 1) < 5 / (2 * values.numel()) ** 0.5, spec.name
+        assert abs(values.mean().item()) < 5 * spec.init.std / values.numel() ** 0.5, spec.name

@@ -1,0 +1,130 @@
+"""Dropout masks: fair, independent, and functions of the token alone.
+
+Legend: B sequences, T tokens, D features, H heads, S keys.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.architecture import read_config
+from shardwright.model import Decoder, DropoutKey
+from shardwright.model.dropout import Dropout, Site
+from tests.reference.cases import CASES
+
+
+def dropout(rows: int = 4, tokens: int = 64, *, seed: int = 0, step: int = 0, first: int = 0) -> Dropout:
+    key = DropoutKey(seed, step, torch.arange(first, first + rows))
+    return Dropout.of(key, tokens, torch.device("cpu"))
+
+
+def kept(masks: Dropout, rate: float = 0.5, site: Site = Site.FEED_FORWARD, layer: int = 0, width: int = 128) -> Tensor:
+    rows, tokens = masks.keys_BT.shape
+    return (masks.of_layer(layer).drop(torch.ones(rows, tokens, width), rate, site) != 0).double()
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_keep_rate_and_expectation(rate: float) -> None:
+    ones = torch.ones(8, 256, 256)
+    dropped = dropout(8, 256).drop(ones, rate, Site.EMBEDDING)
+    count = ones.numel()
+    assert abs((dropped != 0).double().mean() - (1 - rate)) < 5 * (rate * (1 - rate) / count) ** 0.5
+    assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / (1 - rate)).item()}
+    assert abs(dropped.double().mean() - 1) < 5 * (rate / (1 - rate) / count) ** 0.5
+
+
+def test_attention_keep_rate() -> None:
+    ones = torch.ones(4, 3, 64, 64)
+    share = (dropout().drop_attention(ones, 0.2) != 0).double().mean()
+    assert abs(share - 0.8) < 5 * (0.2 * 0.8 / ones.numel()) ** 0.5
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Standard deviations by which two fair 0-1 tensors agree more often than chance."""
+    return abs(((a == b).double().mean() - 0.5) * 2 * a.numel() ** 0.5).item()
+
+
+def test_masks_of_different_places_are_independent() -> None:
+    base = kept(dropout())
+    assert correlation(base, kept(dropout(seed=1))) < 5
+    assert correlation(base, kept(dropout(seed=2**32))) < 5
+    assert correlation(base, kept(dropout(step=1))) < 5
+    assert correlation(base, kept(dropout(step=2**32))) < 5
+    assert correlation(base, kept(dropout(first=2**32))) < 5
+    assert correlation(base, kept(dropout(), layer=1)) < 5
+    assert correlation(base, (dropout().drop(torch.ones(4, 64, 128), 0.5, Site.FEED_FORWARD) != 0).double()) < 5
+    assert correlation(base, kept(dropout(), site=Site.ATTENTION_OUT)) < 5
+    # Neighbouring samples, tokens and features, near and far.
+    assert correlation(base[:-1], base[1:]) < 5
+    for shift in (1, 2, 8, 32):
+        assert correlation(base[:, :-shift], base[:, shift:]) < 5
+        assert correlation(base[..., :-shift], base[..., shift:]) < 5
+
+
+def test_every_feature_and_token_is_dropped_as_often_as_another() -> None:
+    masks = kept(dropout(16, 256), width=64)
+    for dims, count in (((0, 1), 16 * 256), ((0, 2), 16 * 64), ((1, 2), 256 * 64)):
+        deviations = (masks.mean(dims) - 0.5).abs() / (0.25 / count) ** 0.5
+        assert deviations.max() < 5
+
+
+def test_heads_and_keys_are_independent() -> None:
+    weights = (dropout().drop_attention(torch.ones(4, 4, 64, 64), 0.5) != 0).double()
+    assert correlation(weights[:, :-1], weights[:, 1:]) < 5
+    assert correlation(weights[..., :-1], weights[..., 1:]) < 5
+    assert correlation(weights, weights.transpose(-1, -2)) < 6
+
+
+def test_any_split_of_the_batch_has_the_same_masks() -> None:
+    shape = read_config(CASES["gpt2"])
+    decoder = Decoder(shape).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    ids_BT = torch.randint(0, shape.vocab_size, (6, 17), generator=generator)
+    samples_B = torch.tensor([10, 3, 2**40, 11, 0, 7])
+
+    def loss(rows: list[int], step: int = 3) -> Tensor:
+        key = DropoutKey(5, step, samples_B[rows])
+        total: Tensor = decoder(ids_BT[rows], labels_BT=ids_BT[rows], dropout=key)
+        return total
+
+    whole = loss([0, 1, 2, 3, 4, 5])
+    split = loss([4, 1]) + loss([0]) + loss([5, 3, 2])
+    torch.testing.assert_close(whole, split, rtol=1e-12, atol=0)
+    assert not torch.isclose(whole, loss([0, 1, 2, 3, 4, 5], step=4), rtol=1e-6)
+    assert not torch.isclose(whole, decoder(ids_BT, labels_BT=ids_BT), rtol=1e-6)
+
+
+def test_torch_generators_are_left_alone() -> None:
+    before = torch.get_rng_state()
+    kept(dropout())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("llama", {"attention_dropout": 0.3}),
+        ("phi3", {"resid_pdrop": 0.3}),
+        ("gpt2", {"embd_pdrop": 0.3, "attn_pdrop": 0.0, "resid_pdrop": 0.0}),
+        ("gpt2", {"embd_pdrop": 0.0, "attn_pdrop": 0.3, "resid_pdrop": 0.0}),
+        ("gpt2", {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.3}),
+        ("gpt_neox", {"hidden_dropout": 0.3}),
+        ("gpt_neox", {"attention_dropout": 0.3}),
+    ],
+)
+def test_every_rate_acts_and_only_with_a_key(case: str, fields: dict[str, float]) -> None:
+    off = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0} if case == "gpt2" else {}
+    with_rate, without = Decoder(read_config(CASES[case] | fields)), Decoder(read_config(CASES[case] | off))
+    with torch.no_grad():
+        for ours, theirs in zip(with_rate.parameters(), without.parameters(), strict=True):
+            theirs.copy_(ours.normal_(std=0.2))
+    ids_BT = torch.arange(12)[None]
+    key = DropoutKey(0, 0, torch.tensor([0]))
+    assert torch.equal(with_rate(ids_BT), without(ids_BT))
+    assert torch.equal(without(ids_BT, dropout=key), without(ids_BT))
+    assert not torch.allclose(with_rate(ids_BT, dropout=key), without(ids_BT), rtol=1e-2)
