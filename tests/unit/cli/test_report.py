@@ -1,0 +1,51 @@
+"""`shardwright report`: the page, the summary, and one JSON object."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.report import report_command
+from shardwright.errors import InputError
+from tests.unit.report.samples import write_eventful_run, write_run
+
+
+def test_the_page_goes_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_eventful_run(tmp_path / "run")
+    report_command([run])
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    said = capsys.readouterr().out
+    for words in ("run  (completed)", "300 of 300", "best validation", "1 skipped step", "on rank 1", "report.html"):
+        assert words in said
+
+
+def test_json_is_one_object_and_all_else_goes_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, 30) for name in ("a", "b")]
+    report_command(runs, as_json=True)
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert told["schema_version"] == 1
+    assert told["page"] is None
+    assert [run["steps"] for run in told["runs"]] == [30, 30]
+    assert "a  (completed)" in captured.err
+    assert list(tmp_path.glob("**/*.html")) == []
+
+
+def test_several_runs_go_where_out_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, 30) for name in ("a", "b")]
+    report_command(runs, out=tmp_path / "both.html", as_json=True)
+    assert "<h1>2 runs</h1>" in (tmp_path / "both.html").read_text()
+    assert json.loads(capsys.readouterr().out)["page"] == str(tmp_path / "both.html")
+
+
+def test_a_page_that_cannot_be_written_is_wrong_input(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    with pytest.raises(InputError, match="cannot be written"):
+        report_command([run], out=tmp_path / "absent" / "page.html")
+
+
+def test_a_folder_without_events_is_wrong_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"events\.jsonl"):
+        report_command([tmp_path])

@@ -1,0 +1,297 @@
+"""The report page: whole by itself, true to its numbers, small, and alive in a browser (where there is one)."""
+
+from __future__ import annotations
+
+import functools
+import html
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from shardwright.report.page import render_page
+from shardwright.report.runs import load_runs, summarise
+from shardwright.telemetry.events import FILE_NAME, Evaluation, Warned
+from tests.unit.report.samples import falling, noisy, one_step, write_eventful_run, write_events, write_run
+from tests.unit.telemetry.samples import start_event
+
+VOID = {"meta", "link"}
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that do not match; keeps ids and what could be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "srcset", "action", "xlink:href"):
+                self.links.append(value or "")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_eventful_run(tmp_path_factory.mktemp("runs") / "eventful")
+
+
+def render(*paths: Path) -> str:
+    return render_page(load_runs(paths))
+
+
+def test_the_page_is_whole_by_itself(eventful: Path) -> None:
+    page = render(eventful)
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert len(parser.ids) == len(set(parser.ids))
+    assert parser.links == ["data:,"]
+    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", page)
+    assert "@import" not in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_every_chart_and_its_table_are_there(eventful: Path) -> None:
+    page = render(eventful)
+    sections = dict(re.findall(r'<section class="card[^"]*" id="([\w-]+)">(.*?)</section>', page, flags=re.DOTALL))
+    assert list(sections) == ["loss", "gradient-norm", "learning-rate", "throughput", "mfu", "memory", "time-0"]
+    for key, section in sections.items():
+        assert section.count("<svg") == (3 if key == "loss" else 2)
+        assert "no data" not in section
+        assert len(re.findall(r"<tr>", section)) > 20, key
+        hover = json.loads(re.search(r'type="application/json"[^>]*>(.*?)</script>', section)[1])  # type: ignore[index]
+        assert all(len(series["x"]) == len(series["y"]) > 5 for series in hover["series"])
+    for words in ("running", "resumes", "skipped steps", "stops, failures", "minutes since the first start"):
+        assert words in page
+    for words in ("resumed at step 200", "1 step was skipped", "killed by &lt;signal&gt; 9", "dp_shard=2,zero_stage=3"):
+        assert words in page
+
+
+def test_what_a_run_says_cannot_become_script(eventful: Path) -> None:
+    page = render(eventful)
+    assert '<script>alert("x")' not in page
+    assert page.count("<script>") == 1
+
+
+def test_the_hover_numbers_are_the_runs_numbers(tmp_path: Path) -> None:
+    page = render(write_run(tmp_path / "run", 10, validation=falling, every=5))
+    data = json.loads(re.search(r'id="loss-data">(.*?)</script>', page)[1])  # type: ignore[index]
+    training, validation = data["series"]
+    assert training["x"] == list(range(1, 11))
+    assert training["y"] == pytest.approx([falling(i) for i in range(1, 11)], rel=1e-5)
+    assert (validation["x"], validation["name"]) == ([5, 10], "validation")
+
+
+def test_several_runs_are_overlaid_under_their_names(tmp_path: Path) -> None:
+    page = render(write_run(tmp_path / "small", 50), write_run(tmp_path / "large", 80, noisy(0.01, 1)))
+    parser = Balanced()
+    parser.feed(page)
+    assert len(parser.ids) == len(set(parser.ids))
+    assert "<h1>2 runs</h1>" in page
+    data = json.loads(re.search(r'id="loss-data">(.*?)</script>', page)[1])  # type: ignore[index]
+    assert [(s["name"], s["x"][-1]) for s in data["series"]] == [("small", 50), ("large", 80)]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = []
+    for parent in ("one", "two"):
+        paths.append(write_run(tmp_path / parent / "same", 5))
+    assert len({run.name for run in load_runs(paths)}) == 2
+
+
+def test_runs_with_other_batches_share_an_axis_of_tokens(tmp_path: Path) -> None:
+    small = write_run(tmp_path / "small", 20)
+    steps = [one_step(i, falling(i), tokens=128) for i in range(1, 21)]
+    large = write_events(tmp_path / "large", [start_event(name="large", global_batch_tokens=128), *steps])
+    data = json.loads(re.search(r'id="loss-data">(.*?)</script>', render(small, large))[1])  # type: ignore[index]
+    assert data["x"] == "tokens seen"
+    assert [s["x"][-1] for s in data["series"]] == [20 * 64, 20 * 128]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [start_event()],
+        [one_step(1, 2.0)],
+        [start_event(), one_step(1, float("nan"))],
+        [start_event(), Evaluation(step=0, loss=3.0, perplexity=20.0, tokens=5, seconds=1.0)],
+        [Warned(message="alone")],
+        [start_event(), one_step(1, 2.0, memory_bytes=(), mfu=None), one_step(2, 2.0, memory_bytes=(1,))],
+        [start_event(world_size=64), *(one_step(i, 2.0, memory_bytes=tuple(range(1, 65))) for i in range(1, 30))],
+    ],
+    ids=["start only", "step only", "nan only", "evaluation only", "warning only", "ragged", "many ranks"],
+)
+def test_odd_runs_still_make_a_page(tmp_path: Path, events: list[object]) -> None:
+    page = render(write_events(tmp_path / "odd", events))  # type: ignore[arg-type]
+    Balanced().feed(page)
+    json.dumps(summarise(load_runs([tmp_path / "odd"])[0]), allow_nan=False)
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5)
+    with (run / FILE_NAME).open("a") as file:
+        file.write("garbage\n{half a li")
+    page = html.unescape(render(run))
+    assert "1 lines of" in page
+    assert "the last line has no end" in page
+
+
+def test_the_summary_holds_the_numbers(eventful: Path) -> None:
+    summary = summarise(load_runs([eventful])[0])
+    assert summary["status"] == "completed"
+    assert (summary["steps"], summary["total_steps"]) == (300, 300)
+    assert (summary["resumes"], summary["skipped_steps"], summary["withdrawn_steps"]) == (1, 1, 20)
+    assert summary["best_validation_step"] == 300
+    assert summary["best_validation_loss"] == pytest.approx(falling(300) * 1.05)
+    assert summary["training_loss"] == pytest.approx(falling(300), rel=0.05)
+    assert summary["peak_memory_bytes"] == [2**30 + 6, 2**29]
+    assert summary["part_seconds"]["backward"] == 0.25
+    assert summary["failures"] == [{"rank": 1, "message": "killed by <signal> 9"}]
+    assert 0 < summary["useful_share"] <= 1
+
+
+@pytest.fixture(scope="module")
+def long_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("runs") / "long"
+    return render(write_run(folder, 100_000, noisy(0.02, 3), validation=falling, every=2000))
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_steps_make_a_small_page(long_page: str) -> None:
+    assert len(long_page) < 600_000
+
+
+def test_pages_do_not_grow_with_the_steps(tmp_path: Path) -> None:
+    short, longer = (len(render(write_run(tmp_path / str(steps), steps, noisy(0.02, 3)))) for steps in (3000, 6000))
+    assert longer < 1.1 * short
+
+
+PROBE = """
+<script>
+addEventListener("load", () => setTimeout(() => {
+  const found = { seconds: performance.now() / 1000, shown: [], readers: [] };
+  for (const figure of document.querySelectorAll(".figure")) {
+    const svgs = [...figure.querySelectorAll("svg")].filter((svg) => svg.getBoundingClientRect().width > 0);
+    const curve = svgs.length && svgs[0].querySelector("path.line, path.area, rect");
+    found.shown.push([svgs.length, curve ? curve.getBBox().width / svgs[0].viewBox.baseVal.width : 0]);
+    if (!figure.dataset.chart || !svgs.length) continue;
+    const box = svgs[0].getBoundingClientRect();
+    svgs[0].dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 50 }));
+    found.readers.push(figure.querySelector(".reader").hidden ? "" : figure.querySelector(".reader").textContent);
+  }
+  found.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.title = JSON.stringify(found);
+}, 0));
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome", "chrome"):
+        found = shutil.which(name)
+        if found:
+            return found
+    pytest.skip("no Chromium on this machine: the page was not opened in a browser")
+
+
+class Server:
+    """Serves one page and keeps what else was asked for."""
+
+    def __init__(self, page: str) -> None:
+        self.asked: list[str] = []
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.asked.append(self.path)
+                self.send_response(200 if self.path == "/page" else 404)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.end_headers()
+                if self.path == "/page":
+                    self.wfile.write(page.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=functools.partial(self.http.serve_forever, poll_interval=0.05))
+        self.thread.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_address[1]}/page"
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def serve() -> Iterator[list[Server]]:
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def open_in(
+    browser: str, page: str, servers: list[Server], profile: Path, width: int
+) -> tuple[dict[str, object], list[str], list[str]]:
+    """What the probe found, what the console said, and what was fetched."""
+    servers.append(Server(page.replace("</body>", PROBE + "</body>")))
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
+        "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr",
+        f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom", servers[-1].address,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    title = re.search(r"<title>(\{.*?\})</title>", done.stdout)
+    assert title, done.stderr[-2000:]
+    return json.loads(html.unescape(title[1])), console, servers[-1].asked
+
+
+@pytest.mark.parametrize("width", [1280, 700])
+def test_the_page_lives_in_a_browser(browser: str, eventful: Path, serve: list[Server], tmp_path: Path, width: int) -> None:
+    found, console, asked = open_in(browser, render(eventful), serve, tmp_path, width)
+    assert console == []
+    assert asked == ["/page"]
+    shown = found["shown"]
+    assert isinstance(shown, list)
+    assert len(shown) == 8
+    assert all(count == 1 and share > 0.3 for count, share in shown)  # one picture per chart, and its curve has width
+    readers = found["readers"]
+    assert isinstance(readers, list)
+    assert all(re.search(r"step \d+.*\d", reader) for reader in readers)
+    assert found["overflow"] == 0
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_steps_open_in_two_seconds(browser: str, long_page: str, serve: list[Server], tmp_path: Path) -> None:
+    found, console, _ = open_in(browser, long_page, serve, tmp_path, 1280)
+    assert console == []
+    assert isinstance(found["seconds"], float)
+    assert found["seconds"] < 2
