@@ -122,9 +122,14 @@ class WeightsFolder:
                 logger.info("%s: %s is read from the tensor %s", self.path, owner, self._stored_as[owner])
 
     def read(
-        self, name: str, *, narrow: Narrow | None = None, dtype: torch.dtype, device: torch.device | str | None = None
+        self,
+        name: str,
+        *,
+        narrow: Narrow | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> Tensor:
-        """A parameter, or the slice of it that a rank holds, in a requested dtype.
+        """A parameter, or the slice of it that a rank holds, in a requested dtype, or as it is stored.
 
         Args:
             name: the model's name for it (`check` found what the file calls it).

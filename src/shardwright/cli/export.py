@@ -1,0 +1,60 @@
+"""`shardwright export`: a trained model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, show_log
+from shardwright.units import format_bytes, format_count
+
+SCHEMA_VERSION = 1
+
+
+def export_command(
+    source: ModelPath,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.", show_default=False)],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the precision of the training.")
+    ] = "auto",
+    checkpoint: CheckpointChoice = "latest",
+    max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Decimal gigabytes of one weights file at most.")] = 5.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds something already.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Load the folder with transformers and compare logits before it is done.")
+    ] = True,
+    json_output: JsonOutput = False,
+) -> None:
+    """Write config.json, safetensors and tokenizer so that AutoModelForCausalLM.from_pretrained loads them."""
+    # Torch comes in only now, so that --help answers at once.
+    from shardwright.train.export import export_source
+    from shardwright.train.source import DTYPES, choose_dtype, open_source
+
+    show_log()
+    model = open_source(source, checkpoint)
+    stored = choose_dtype(dtype, model.dtype)
+    written = export_source(model, out, dtype=stored, max_shard_bytes=round(max_shard_gb * 1e9), overwrite=overwrite, check=check)
+    word = next(word for word, known in DTYPES.items() if known == stored)
+    num_files = len(written.weight_files)
+    sys.stderr.write(
+        f"{model.name} -> {out}: {format_count(written.num_parameters)} parameters in {word}, "
+        f"{format_bytes(written.weights_bytes)} in {num_files} file{'s' if num_files > 1 else ''}; "
+        f"{'loaded back with transformers, logits agree' if check else 'not loaded back'}\n"
+    )
+    if json_output:
+        told = {
+            "schema_version": SCHEMA_VERSION,
+            "source": model.name,
+            "step": model.step,
+            "path": str(out),
+            "dtype": word,
+            "weight_files": written.weight_files,
+            "num_parameters": written.num_parameters,
+            "weights_bytes": written.weights_bytes,
+            "checked": check,
+        }
+        sys.stdout.write(json.dumps(told) + "\n")
