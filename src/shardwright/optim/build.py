@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwright.config.schema import OptimizerSection
 
@@ -34,6 +35,8 @@ def build_optimizer(
         if members:
             groups.append({"params": members, "weight_decay": decay})
     implementation = choose_implementation([parameter for _, parameter in named])
+    if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in named):
+        implementation = {"foreach": True}  # torch's fused SGD, unlike its fused AdamW, refuses DTensors
     optimizer: torch.optim.Optimizer
     if section.name == "adamw":
         optimizer = torch.optim.AdamW(

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -245,6 +246,14 @@ class ParallelModel:
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """`tensor` summed in place over all ranks that see different tokens."""
         return sum_over(tensor, DATA_AXES, self.mesh)
+
+    def any_rank(self, answer: bool) -> bool:
+        """Whether any rank says yes; every rank gets the same answer."""
+        if self.mesh is None:
+            return answer
+        flag = torch.tensor(answer, dtype=torch.int32, device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
     def full_parameter(self, name: str) -> Tensor:
         """A whole parameter on every rank (a collective)."""

@@ -1,0 +1,212 @@
+"""One rank's part of verifying one layout in one case: run the real engine, hold everything against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.data.loader import MicroBatch, step_micro_batches
+from shardwright.layout import Layout, RankGrid
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.numerics import LossScaler, chunked_cross_entropy
+from shardwright.optim import build_optimizer
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.plan import Plan
+from shardwright.train.step import StepLoss, accumulate_gradients, update
+from shardwright.verify.oracle import LEARNING_RATES, NUM_STEPS, SGD_LEARNING_RATE, WEIGHT_DECAY, Problem
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+NEARLY_ZERO = 1e-8
+"""A reference below this share of the global norm is compared absolutely, against that share of the global norm."""
+_CHUNK_TOKENS = 7
+_LOSS_SCALE = 1024.0
+
+Mutation = Callable[[], AbstractContextManager[object]]
+"""Puts a known bug into this process while it is entered; for the tests of the verifier."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: the worst of its kind on this rank. `error` is relative unless said in `subject`; nan fails."""
+
+    quantity: str
+    subject: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is small enough; nan is not."""
+        return self.error <= self.allowed
+
+
+def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation: Mutation | None = None) -> list[Finding]:
+    """All comparisons of one layout in one case, as this rank sees them. Runs on every rank of the layout."""
+    reference = load_file(Path(reference_path))
+    with nullcontext() if mutation is None else mutation():
+        findings = _verify_sgd(problem, layout, reference)
+        if problem.dtype == "float64":
+            findings += _verify_adamw(problem, layout, reference)
+        findings += _verify_skip(problem, layout)
+    return findings
+
+
+def _verify_sgd(problem: Problem, layout: Layout, reference: dict[str, Tensor]) -> list[Finding]:
+    """Loss, raw gradients and norm, and the weights after a few steps of plain SGD, unclipped: no scale can hide."""
+    allowed = TOLERANCE[problem.dtype]
+    model = _build(problem, layout)
+    section = OptimizerSection(name="sgd")
+    optimizer = build_optimizer(model.named_parameters(), section, learning_rate=SGD_LEARNING_RATE, weight_decay=0.0)
+    findings, losses, norms = [], [], []
+    for step in range(NUM_STEPS):
+        loss = _accumulate(problem, layout, model, step)
+        if step == 0:
+            findings.append(_compare_gradients(model, reference, allowed))
+        done = update(model, optimizer, learning_rate=SGD_LEARNING_RATE, max_grad_norm=None)
+        losses.append(loss.mean())
+        norms.append(done.gradient_norm)
+    findings.append(_compare_numbers("loss", losses, reference["loss"], allowed))
+    findings.append(_compare_numbers("norm", norms, reference["norm"], allowed))
+    findings.append(_compare_weights("weights after SGD", model, reference, "sgd", allowed))
+    return findings
+
+
+def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]) -> list[Finding]:
+    """Weights after a few steps of AdamW under clipping, decay, a loss scale and a learning rate that changes."""
+    allowed = TOLERANCE[problem.dtype]
+    model = _build(problem, layout)
+    section = problem.optimizer.model_copy(update={"name": "adamw"})
+    optimizer = build_optimizer(model.named_parameters(), section, learning_rate=LEARNING_RATES[0], weight_decay=WEIGHT_DECAY)
+    scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=_LOSS_SCALE), model.any_rank)
+    max_grad_norm = float(reference["max_grad_norm"])
+    norms, rates = [], []
+    for step, rate in enumerate(LEARNING_RATES):
+        _accumulate(problem, layout, model, step, loss_scale=scaler.scale)
+        done = update(model, optimizer, learning_rate=rate, max_grad_norm=max_grad_norm, scaler=scaler)
+        norms.append(done.gradient_norm)
+        rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
+    return [
+        _compare_numbers("norm under clipping", norms, reference["adamw_norm"], allowed),
+        Finding("learning rates", "worst parameter group", max(rates), 0.0),
+        _compare_weights("weights after AdamW", model, reference, "adamw", allowed),
+    ]
+
+
+def _verify_skip(problem: Problem, layout: Layout) -> list[Finding]:
+    """A gradient that is not finite on one rank: every rank skips, no weight moves, and the next step is taken."""
+    model = _build(problem, layout)
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    spoiled = layout.world_size - 1
+    _accumulate(problem, layout, model, 0, loss_scale=math.inf if _rank(layout) == spoiled else 1.0)
+    bad = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    moved = sum(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    _accumulate(problem, layout, model, 0)
+    good = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    wrong = [not bad.skipped, math.isfinite(bad.gradient_norm), moved > 0, good.skipped, not math.isfinite(good.gradient_norm)]
+    return [Finding("skips together", f"rank {spoiled} not finite", float(sum(wrong)), 0.0)]
+
+
+def _rank(layout: Layout) -> int:
+    return dist.get_rank() if layout.world_size > 1 else 0
+
+
+def _build(problem: Problem, layout: Layout) -> ParallelModel:
+    """The model as the trainer builds it, from the meta device."""
+    shape = problem.case.shape(problem.shape)
+    with torch.device("meta"):
+        decoder = Decoder(
+            shape,
+            attention="explicit" if problem.attention == "explicit" else "auto",
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=_CHUNK_TOKENS),
+            compute_dtype=problem.torch_dtype,
+        )
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(name not in problem.frozen)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    precision = PrecisionSection(kind="fp32" if problem.dtype == "float32" else "fp64")
+    return apply_layout(
+        decoder,
+        Plan(layout, problem.batch, precision, problem.case.recompute),
+        _mesh(replace(layout, zero_stage=3 if layout.dp_shard > 1 else 0)),
+        torch.device("cpu"),
+        fill=lambda name, narrow: initialise(specs[name], problem.seed, dtype=problem.torch_dtype, narrow=narrow),
+    )
+
+
+@cache
+def _mesh(layout: Layout) -> DeviceMesh | None:
+    """One mesh per rank grid: this process verifies many layouts, and process groups are never given back."""
+    return build_mesh(layout, "cpu")
+
+
+def _micro_batches(problem: Problem, layout: Layout, step: int) -> list[MicroBatch]:
+    dataset = problem.dataset
+    return step_micro_batches(dataset, dataset.order, problem.batch, step, RankGrid(layout).data_rank(_rank(layout)))
+
+
+def _accumulate(problem: Problem, layout: Layout, model: ParallelModel, step: int, *, loss_scale: float = 1.0) -> StepLoss:
+    return accumulate_gradients(model, _micro_batches(problem, layout, step), seed=problem.seed, step=step, loss_scale=loss_scale)
+
+
+def _compare_gradients(model: ParallelModel, reference: dict[str, Tensor], allowed: float) -> Finding:
+    wanted = {name.removeprefix("gradient."): tensor for name, tensor in reference.items() if name.startswith("gradient.")}
+    scale = float(reference["norm"][0])
+    pairs = ((name, model.full_gradient(name), wanted.get(name)) for name, _ in model.named_parameters())
+    return _worst("gradient", pairs, wanted, scale, allowed)
+
+
+def _compare_weights(quantity: str, model: ParallelModel, reference: dict[str, Tensor], run: str, allowed: float) -> Finding:
+    wanted = {name.removeprefix(f"{run}."): tensor for name, tensor in reference.items() if name.startswith(f"{run}.")}
+    scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in wanted.values()))
+    pairs = ((name, model.full_parameter(name), wanted.get(name)) for name, _ in model.named_parameters())
+    return _worst(quantity, pairs, wanted, scale, allowed)
+
+
+def _worst(
+    quantity: str,
+    pairs: Iterable[tuple[str, Tensor | None, Tensor | None]],
+    wanted: dict[str, Tensor],
+    scale: float,
+    allowed: float,
+) -> Finding:
+    """The parameter that is furthest off, as a share of what is allowed; never an average over parameters."""
+    worst, seen = Finding(quantity, "every parameter", 0.0, allowed), set()
+    for name, got, want in pairs:
+        seen.add(name)
+        finding = _compare_tensor(quantity, name, got, want, scale, allowed)
+        if not finding.error / finding.allowed <= worst.error / worst.allowed:  # nan compares false, and wins
+            worst = finding
+    missing = sorted(set(wanted) - seen)
+    return Finding(quantity, f"{missing[0]}: absent", math.inf, allowed) if missing else worst
+
+
+def _compare_tensor(quantity: str, name: str, got: Tensor | None, want: Tensor | None, scale: float, allowed: float) -> Finding:
+    if got is None and want is None:
+        return Finding(quantity, name, 0.0, allowed)
+    if got is None or want is None or got.shape != want.shape:
+        return Finding(
+            quantity, f"{name}: {'missing' if got is None else 'not wanted' if want is None else 'shape'}", math.inf, allowed
+        )
+    size, distance = float(want.double().norm()), float((got.double() - want.double()).norm())
+    if size <= NEARLY_ZERO * scale:
+        return Finding(quantity, f"{name} (absolute)", distance, NEARLY_ZERO * scale)
+    return Finding(quantity, name, distance / size, allowed)
+
+
+def _compare_numbers(quantity: str, got: list[float], want: Tensor, allowed: float) -> Finding:
+    errors = [abs(a - b) / abs(b) for a, b in zip(got, want.tolist(), strict=True)]
+    step = max(range(len(errors)), key=lambda index: (math.isnan(errors[index]), errors[index]))
+    return Finding(quantity, f"step {step}", errors[step], allowed)

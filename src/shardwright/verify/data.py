@@ -1,0 +1,92 @@
+"""Data on which a wrong gradient shows: every rank sees other tokens, supervision is uneven, one rank has almost none.
+
+Shapes: T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardwright.data.dataset import IGNORED_LABEL, Sample
+from shardwright.data.order import SampleOrder
+from shardwright.plan import BatchPlan
+
+_SHARES = (1.0, 0.6, 0.35, 0.8)
+"""Shares of a row's tokens that are supervised, in turn."""
+
+
+@dataclass(frozen=True)
+class UnevenDataset:
+    """Random rows for a few steps of a batch plan; row content is a function of seed and global position.
+
+    The last data rank has one supervised token in a whole step, in its last micro-batch, so with accumulation its other
+    micro-batches have none at all. With a single data rank it is the first micro-batch (of several) that has none.
+    """
+
+    vocab_size: int
+    batch: BatchPlan
+    num_steps: int
+    seed: int
+    documents: bool
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        return self.batch.sequence_length
+
+    @property
+    def num_supervised(self) -> int:
+        """Supervised tokens of all steps."""
+        return sum(int(np.count_nonzero(self.row(p).labels != IGNORED_LABEL)) for p in range(len(self)))
+
+    @property
+    def order(self) -> SampleOrder:
+        """The order in which the rows are read."""
+        return SampleOrder(self.seed, len(self))
+
+    def __len__(self) -> int:
+        return self.batch.global_batch_size * self.num_steps
+
+    @cached_property
+    def _position_of(self) -> dict[int, int]:
+        return {self.order.index_at(position): position for position in range(len(self))}
+
+    def sample(self, index: int, epoch: int = 0) -> Sample:
+        """The row that the order reads as sample `index`."""
+        assert epoch == 0, "the cursor has left the data"
+        return self.row(self._position_of[index])
+
+    def row(self, position: int) -> Sample:
+        """The row at a global position."""
+        random = np.random.default_rng([self.seed, position])
+        length = self.sequence_length
+        tokens = random.integers(self.vocab_size, size=length + 1)
+        inputs, labels = tokens[:-1], tokens[1:].copy()
+        positions, document_ids = np.arange(length), None
+        if self.documents:
+            starts = np.sort(random.choice(np.arange(1, length), size=min(3, length - 1), replace=False))
+            document_ids = np.searchsorted(starts, np.arange(length), side="right")
+            positions = np.arange(length) - np.concatenate([[0], starts])[document_ids]
+            labels[starts - 1] = IGNORED_LABEL  # the next token is another document's
+        labels[~self._supervised(position, random)] = IGNORED_LABEL
+        return Sample(inputs, labels, positions, document_ids)
+
+    def _supervised(self, position: int, random: np.random.Generator) -> np.ndarray:
+        """Which tokens of a row may be supervised, `[T]`."""
+        batch, length = self.batch, self.sequence_length
+        step, within = divmod(position, batch.global_batch_size)
+        accumulation, rest = divmod(within, batch.micro_batch_size * batch.data_ranks)
+        data_rank, row = divmod(rest, batch.micro_batch_size)
+        none = np.zeros(length, dtype=bool)
+        if batch.data_ranks == 1:
+            if accumulation == 0 and batch.gradient_accumulation_steps > 1:
+                return none
+        elif data_rank == batch.data_ranks - 1:
+            if row == 0 and accumulation == batch.gradient_accumulation_steps - 1:
+                none[length // 2] = True
+            return none
+        share = _SHARES[(3 * data_rank + 2 * accumulation + row + step) % len(_SHARES)]
+        return random.random(length) < share

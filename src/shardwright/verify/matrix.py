@@ -1,0 +1,184 @@
+"""All cells of a verification: for each layout, each case, each dtype; run on worker ranks, told as one report."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.config import Recipe
+from shardwright.errors import InputError, RankFailed
+from shardwright.layout import Layout
+from shardwright.plan import BatchPlan
+from shardwright.train.preflight import match_frozen
+from shardwright.verify.cases import Case, Dtype
+from shardwright.verify.cell import Finding, Mutation, verify_cell
+from shardwright.verify.oracle import Problem, write_reference
+from shardwright.verify.pool import RankPool
+
+SCHEMA_VERSION = 1
+MICRO_BATCH_SIZE = 2
+STAND_IN_VOCABULARY = 257
+"""For a recipe whose vocabulary is its tokenizer's, which verification does not build."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One layout in one case and dtype: the worst finding of each kind over all ranks, or why there is none."""
+
+    layout: Layout
+    case: Case
+    dtype: Dtype
+    findings: tuple[Finding, ...]
+    failure: str | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison passed."""
+        return self.failure is None and bool(self.findings) and all(finding.passed for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return {
+            "layout": str(self.layout),
+            "world_size": self.layout.world_size,
+            "case": asdict(self.case),
+            "dtype": self.dtype,
+            "passed": self.passed,
+            "failure": self.failure,
+            "seconds": round(self.seconds, 3),
+            "findings": [asdict(f) | {"error": _as_json(f.error), "passed": f.passed} for f in self.findings],
+        }
+
+
+def _as_json(number: float) -> float | str:
+    """JSON has neither inf nor nan."""
+    return number if abs(number) < float("inf") else str(number)
+
+
+@dataclass
+class Report:
+    """What was verified and what came out."""
+
+    shape: ModelShape
+    sequence_length: int
+    cells: list[CellResult] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every cell passed, and there was one."""
+        return bool(self.cells) and all(cell.passed for cell in self.cells)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "passed": self.passed,
+            "model": {
+                "family": self.shape.family,
+                "num_layers": self.shape.num_layers,
+                "hidden_size": self.shape.hidden_size,
+                "num_parameters": self.shape.num_parameters,
+            },
+            "sequence_length": self.sequence_length,
+            "micro_batch_size": MICRO_BATCH_SIZE,
+            "cells": [cell.as_dict() for cell in self.cells],
+        }
+
+
+def shape_of(recipe: Recipe) -> ModelShape:
+    """The recipe's model. A vocabulary that only the tokenizer knows is replaced by `STAND_IN_VOCABULARY`."""
+    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
+    assert config is not None  # the schema demands one of them
+    if isinstance(config, dict) and "vocab_size" not in config:
+        config = {**config, "vocab_size": recipe.tokenizer.vocab_size or STAND_IN_VOCABULARY}
+    return read_config(config)
+
+
+def verify(
+    recipe: Recipe,
+    shape: ModelShape,
+    layouts: Sequence[Layout],
+    cases: Sequence[Case],
+    dtypes: Sequence[Dtype],
+    *,
+    sequence_length: int,
+    pool: RankPool,
+    told: Callable[[CellResult], None] = lambda _cell: None,
+    mutation: Mutation | None = None,
+) -> Report:
+    """Run every cell.
+
+    Args:
+        recipe: its attention, optimizer, seed and frozen parameters are used; its data and batch are not.
+        shape: its model, cut down perhaps.
+        sequence_length: tokens per row.
+        pool: where ranks run.
+        told: gets every result as it comes.
+        mutation: for tests of the verifier: a bug that every rank puts in, and the reference does not.
+
+    Raises:
+        InputError: the model or a layout cannot be run at all.
+    """
+    shape.check_sequence_length(sequence_length)
+    report = Report(shape, sequence_length)
+    frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]) if recipe.model.freeze else frozenset()
+    base = Problem(
+        shape=shape,
+        frozen=frozen,
+        attention=recipe.model.attention,
+        optimizer=recipe.optimizer,
+        batch=BatchPlan(sequence_length, MICRO_BATCH_SIZE, 1, 1),
+        case=cases[0],
+        dtype=dtypes[0],
+        seed=recipe.seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
+        for problem, group in _problems(base, layouts, cases, dtypes):
+            path = Path(folder, "reference.safetensors")
+            pool.run(1, write_reference, problem, path)
+            for layout in group:
+                cell = _run_cell(problem, layout, path, pool, mutation)
+                report.cells.append(cell)
+                told(cell)
+    return report
+
+
+def _problems(
+    base: Problem, layouts: Sequence[Layout], cases: Sequence[Case], dtypes: Sequence[Dtype]
+) -> Iterator[tuple[Problem, list[Layout]]]:
+    """Each reference to compute, with the layouts that share it: those with equally many data ranks."""
+    for data_ranks in dict.fromkeys(layout.data_ranks for layout in layouts):
+        alike = [layout for layout in layouts if layout.data_ranks == data_ranks]
+        for dtype in dtypes:
+            for case in cases:
+                batch = replace(base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation)
+                yield replace(base, batch=batch, case=case, dtype=dtype), alike
+
+
+def _run_cell(problem: Problem, layout: Layout, path: Path, pool: RankPool, mutation: Mutation | None) -> CellResult:
+    began = time.perf_counter()
+    findings: tuple[Finding, ...] = ()
+    failure: str | None = None
+    try:
+        by_rank = pool.run(layout.world_size, verify_cell, problem, layout, str(path), mutation)
+        findings = tuple(_worst_of(same) for same in zip(*by_rank, strict=True))
+    except RankFailed as error:
+        if isinstance(error.__cause__, InputError):
+            raise error.__cause__ from None
+        failure = str(error)
+    return CellResult(layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - began)
+
+
+def _worst_of(findings: Sequence[Finding]) -> Finding:
+    """The finding of the rank that is furthest off; nan is furthest."""
+    worst = findings[0]
+    for finding in findings[1:]:
+        if not finding.error / (finding.allowed or 1.0) <= worst.error / (worst.allowed or 1.0):
+            worst = finding
+    return worst

@@ -1,0 +1,143 @@
+"""What one process computes, written plainly: one batch, all logits, autograd, textbook updates. Nothing of the engine is used.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwright.architecture import ModelShape
+from shardwright.config.schema import OptimizerSection
+from shardwright.data.dataset import IGNORED_LABEL
+from shardwright.model import Decoder, DropoutKey
+from shardwright.model.init import initialise
+from shardwright.plan import BatchPlan
+from shardwright.verify.cases import Case, Dtype
+from shardwright.verify.data import UnevenDataset
+
+NUM_STEPS = 3
+SGD_LEARNING_RATE = 0.3
+LEARNING_RATES = (1e-3, 3e-3, 5e-4)
+"""AdamW's, one per step, so that a stale one shows."""
+WEIGHT_DECAY = 0.1
+CLIP_SHARE = 0.5
+"""AdamW's steps are clipped to this share of the first step's norm, so clipping acts."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What both sides compute: a model, a batch and a way of computing it. The layout is not part of it, only its data ranks."""
+
+    shape: ModelShape
+    """As the recipe has it; `case` changes it."""
+    frozen: frozenset[str]
+    attention: str
+    optimizer: OptimizerSection
+    batch: BatchPlan
+    case: Case
+    dtype: Dtype
+    seed: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype`, as torch names it."""
+        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
+
+    @property
+    def dataset(self) -> UnevenDataset:
+        """The rows of all steps."""
+        return UnevenDataset(self.shape.vocab_size, self.batch, NUM_STEPS, self.seed, self.case.documents)
+
+
+def write_reference(problem: Problem, path: Path) -> None:
+    """Compute the reference and write it as safetensors.
+
+    Tensors: `loss` and `norm` [steps] of the SGD run, `adamw_norm` [steps], `max_grad_norm`, and per parameter `gradient.NAME`
+    (raw, of the first step; absent where frozen), `sgd.NAME` and `adamw.NAME` (weights after all steps).
+    """
+    tensors: dict[str, Tensor] = {}
+    decoder = _build(problem)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        losses.append(_differentiate(decoder, problem, step))
+        norms.append(_norm(decoder))
+        if step == 0:
+            tensors |= {f"gradient.{n}": p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(SGD_LEARNING_RATE * parameter.grad)
+    tensors |= {f"sgd.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
+    max_grad_norm = CLIP_SHARE * norms[0]
+
+    decoder = _build(problem)
+    adamw_norms = []
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()}
+    for step in range(NUM_STEPS):
+        _differentiate(decoder, problem, step)
+        adamw_norms.append(_norm(decoder))
+        _adamw(decoder, moments, problem.optimizer, step, min(1.0, max_grad_norm / (adamw_norms[-1] + 1e-6)))
+    tensors |= {f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
+    as_double = {"loss": losses, "norm": norms, "adamw_norm": adamw_norms, "max_grad_norm": max_grad_norm}
+    tensors |= {name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _build(problem: Problem) -> Decoder:
+    shape, dtype = problem.case.shape(problem.shape), problem.torch_dtype
+    explicit = problem.attention == "explicit"
+    decoder = Decoder(shape, attention="explicit" if explicit else "auto", compute_dtype=dtype).to(dtype)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(initialise(specs[name], problem.seed, dtype=dtype))
+            parameter.requires_grad_(name not in problem.frozen)
+    return decoder
+
+
+def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
+    """Gradients of the mean loss of all supervised tokens of a step, from one batch that holds every row of it."""
+    first = step * problem.batch.global_batch_size
+    positions = range(first, first + problem.batch.global_batch_size)
+    rows = [problem.dataset.row(position) for position in positions]
+    labels_BT = torch.from_numpy(np.stack([row.labels for row in rows]))
+    documents = [row.document_ids for row in rows if row.document_ids is not None]
+    decoder.zero_grad()
+    loss_sum = decoder(
+        torch.from_numpy(np.stack([row.input_ids for row in rows])),
+        positions_BT=torch.from_numpy(np.stack([row.positions for row in rows])),
+        document_ids_BT=torch.from_numpy(np.stack(documents)) if documents else None,
+        labels_BT=labels_BT,
+        dropout=DropoutKey(problem.seed, step, torch.tensor(positions)),
+    )
+    loss = loss_sum / (labels_BT != IGNORED_LABEL).sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def _norm(decoder: Decoder) -> float:
+    squares = [p.grad.double().square().sum() for p in decoder.parameters() if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+@torch.no_grad()
+def _adamw(decoder: Decoder, moments: dict[str, tuple[Tensor, Tensor]], section: OptimizerSection, step: int, clip: float) -> None:
+    """Loshchilov and Hutter 2019, algorithm 2, on clipped gradients; matrices decay, vectors do not."""
+    rate, count = LEARNING_RATES[step], step + 1
+    for name, parameter in decoder.named_parameters():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad * clip
+        mean, square = moments[name]
+        mean.mul_(section.beta1).add_((1 - section.beta1) * gradient)
+        square.mul_(section.beta2).add_((1 - section.beta2) * gradient * gradient)
+        corrected = (square / (1 - section.beta2**count)).sqrt() + section.eps
+        decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
+        parameter.sub_(rate * (mean / (1 - section.beta1**count) / corrected + decay * parameter))
