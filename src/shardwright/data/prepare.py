@@ -216,7 +216,7 @@ def _train_tokenizer(sources: _Sources) -> Tokenizer:
         assert section.vocab_size is not None  # the schema demands it
         tokenizer: Tokenizer = train_bpe(sources.texts("train", "training the tokenizer"), section.vocab_size)
         if tokenizer.vocab_size < section.vocab_size:
-            log.warning("the text has pairs for %d tokens only, not %d", tokenizer.vocab_size, section.vocab_size)
+            log.warning("the text has repeated pairs for a vocabulary of %d only, not %d", tokenizer.vocab_size, section.vocab_size)
         return tokenizer
     sides: tuple[Side, ...] = ("train", "validation")
     return train_characters(text for side in sides for text in sources.texts(side, "reading the alphabet"))

@@ -24,7 +24,7 @@ __all__ = ["CharacterTokenizer", "FastTokenizer", "Tokenizer", "load_tokenizer",
 def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
     """A byte-level BPE (words split as GPT-2 splits them) with an end-of-text token as id 0; deterministic.
 
-    Fewer than `vocab_size` tokens come out when the text holds no further pair to merge.
+    Fewer than `vocab_size` tokens come out when no further pair occurs twice.
     """
     if vocab_size <= NUM_BYTES:
         raise TokenizerError(
@@ -38,6 +38,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
     fast.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
+        min_frequency=2,  # a pair that occurs once is no statistic
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -1,0 +1,192 @@
+"""`shardwright data`: what it prints, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from shardwright.cli.data import as_json, data_command, prepare_checked, render, run_length, show_samples
+from shardwright.config import Recipe
+from shardwright.config.load import validate_recipe
+from shardwright.data.preview import count_free_positions, read_spans
+from shardwright.errors import ArchitectureError, InputError, RecipeError
+from tests.unit.data.recipes import story, write_json_lines
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def document_of(folder: Path, **data: Any) -> dict[str, Any]:
+    path = write_json_lines(folder / "a.jsonl", [story(number, 1 + number % 7) for number in range(80)])
+    with open(path, "a") as stream:
+        stream.write("not json\n")
+    return {
+        "name": "stories",
+        "model": {"config": dict(MODEL)},
+        "tokenizer": {"kind": "bpe", "vocab_size": 280},
+        "data": {
+            "sources": path,
+            "cache_dir": str(folder / "cache"),
+            "packing": "documents",
+            "validation_fraction": 0.2,
+            "max_broken_fraction": 0.02,
+            **data,
+        },
+        "training": {"sequence_length": 32, "micro_batch_size": 2, "max_steps": 30, "learning_rate": 1e-3},
+    }
+
+
+def recipe_of(folder: Path, **data: Any) -> Recipe:
+    return validate_recipe(document_of(folder, **data))
+
+
+def printed(recipe: Recipe, **show: Any) -> str:
+    prepared = prepare_checked(recipe)
+    shown = show_samples(recipe, prepared, show.get("side", "train"), show.get("position", 0), 2)
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(recipe, prepared, run_length(recipe, len(prepared.train), None), shown))
+    console.file.close()
+    return console.export_text(styles=bool(show.get("styles")))
+
+
+def test_spans_are_the_sample_as_text(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    prepared = prepare_checked(recipe)
+    for index in range(len(prepared.train)):
+        sample = prepared.train.sample(index)
+        spans = read_spans(sample, prepared.tokenizer)
+        supervised = sum(span.num_tokens for span in spans if span.supervised)
+        assert supervised == int((sample.labels != -100).sum())
+        by_document: dict[int, list[Any]] = {}
+        for span in spans:
+            by_document.setdefault(span.document, []).append(span)
+        for document in by_document.values():
+            assert not document[0].supervised, "nothing predicts the first token of a document"
+            assert all(span.supervised for span in document[1:])
+            assert document[-1].text == "<|endoftext|>"
+        assert len(spans) - len(by_document) + count_free_positions(sample) == 32
+
+
+def test_a_character_of_several_tokens_is_one_span(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "b.jsonl", ["abc \N{GRINNING FACE} größe"])
+    recipe = recipe_of(tmp_path, sources=path, validation_fraction=0.0)
+    prepared = prepare_checked(recipe)
+    spans = read_spans(prepared.train.sample(0), prepared.tokenizer)
+    assert "".join(span.text for span in spans) == "abc \N{GRINNING FACE} größe<|endoftext|>"
+    assert any(span.num_tokens > 1 and "\N{GRINNING FACE}" in span.text for span in spans)
+
+
+def test_the_terminal_shows_counts_broken_records_and_samples(tmp_path: Path) -> None:
+    text = printed(recipe_of(tmp_path))
+    for words in (
+        "1 file · 81 records · 1 broken (1.23%)",
+        "tokenizer bpe, 280 ids",
+        "a.jsonl:81 not JSON",
+        "30 steps of 2 x 32 = 64 tokens on 1 data rank",
+        "train position 0",
+        "of 32 supervised",
+        "characters per token",
+        "training documents by length",
+    ):
+        assert words in text, text
+
+
+def test_supervised_tokens_are_coloured_and_others_dim(tmp_path: Path) -> None:
+    text = printed(recipe_of(tmp_path), styles=True)
+    assert "\x1b[32m" in text
+    assert "\x1b[36m" in text
+    assert "\x1b[2m" in text
+
+
+def test_a_corpus_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "b.jsonl", ["\x1b[2J \x07 \t [red]x[/red] \x9b"])
+    text = printed(recipe_of(tmp_path, sources=path, validation_fraction=0.0), styles=True)
+    assert "\x1b[2J" not in text
+    assert "\x07" not in text
+    assert "\x9b" not in text
+    plain = printed(recipe_of(tmp_path, sources=path, validation_fraction=0.0))
+    assert "␛[2J" in plain
+    assert "[red]x[/red]" in plain
+
+
+def test_samples_are_those_of_the_run(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    prepared = prepare_checked(recipe)
+    from_start = show_samples(recipe, prepared, "train", 0, 4)
+    later = show_samples(recipe, prepared, "train", 2, 2)
+    assert from_start[2:] == later
+    validation = show_samples(recipe, prepared, "validation", 0, 10_000)
+    assert prepared.validation is not None
+    assert [sample.index for sample in validation] == list(range(len(prepared.validation)))
+
+
+@pytest.mark.parametrize(
+    ("training", "num_ranks", "expected"),
+    [
+        ({"micro_batch_size": 2, "max_steps": 10}, None, (2, 1, 10, 0.2)),
+        ({"micro_batch_size": 2, "max_steps": 10}, 4, (8, 4, 10, 0.8)),
+        ({"global_batch_size": 20, "num_epochs": 2.0}, None, (20, 1, 10, 2.0)),
+        ({"global_batch_size": 30, "num_epochs": 1.0, "max_steps": 9}, 2, (30, 2, 3, 0.9)),
+    ],
+)
+def test_run_length(tmp_path: Path, training: dict[str, Any], num_ranks: int | None, expected: tuple[Any, ...]) -> None:
+    document = document_of(tmp_path)
+    document["training"] = {"sequence_length": 32, "learning_rate": 1e-3, **training}
+    length = run_length(validate_recipe(document), 100, num_ranks)
+    assert (length.global_batch_size, length.data_ranks, length.num_steps, length.num_epochs) == pytest.approx(expected)
+
+
+def test_json_holds_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(document_of(tmp_path)))
+    data_command(path, overrides=["seed=5"], samples=1, position=0, validation=False, nproc=None, json_output=True)
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert found["schema_version"] == 1
+    assert found["records"]["broken"][0] | {"reason": ""} == {
+        "record": 80, "file": "a.jsonl", "line": 81, "reason": "", "harmless": False
+    }  # fmt: skip
+    assert found["train"]["counts"]["num_documents"] + found["validation"]["counts"]["num_documents"] == 80
+    assert found["run"]["num_steps"] == 30
+    (sample,) = found["samples"]
+    assert sum(span["num_tokens"] for span in sample["spans"] if span["supervised"]) == sample["num_supervised"]
+
+
+def test_people_get_text_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(document_of(tmp_path)))
+    data_command(path, overrides=None, samples=0, position=0, validation=False, nproc=None, json_output=False)
+    assert "stories" in capsys.readouterr().out
+
+
+def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    prepared = prepare_checked(recipe)
+    shown = show_samples(recipe, prepared, "train", 0, 3)
+    content = as_json(recipe, prepared, run_length(recipe, len(prepared.train), None), shown)
+    assert json.loads(json.dumps(content, allow_nan=False)) == json.loads(json.dumps(content))
+
+
+def test_wrong_input_is_told(tmp_path: Path) -> None:
+    document = document_of(tmp_path)
+    document["training"]["sequence_length"] = 65
+    with pytest.raises(InputError, match="65"):
+        prepare_checked(validate_recipe(document))
+    document = document_of(tmp_path)
+    document["model"]["config"]["hidden_act"] = "unheard"
+    with pytest.raises(ArchitectureError):
+        prepare_checked(validate_recipe(document))
+    recipe = recipe_of(tmp_path, validation_fraction=0.0)
+    with pytest.raises(RecipeError, match="no validation side"):
+        show_samples(recipe, prepare_checked(recipe), "validation", 0, 1)
