@@ -126,6 +126,12 @@ class DataSection(Section):
     cache_dir: str | None = None
     """Where tokenised data is kept; default `~/.cache/shardwright/data`, or `$SHARDWRIGHT_CACHE/data`."""
 
+    @model_validator(mode="after")
+    def _one_validation(self) -> DataSection:
+        if self.validation and self.validation_fraction:
+            raise ValueError("give either `validation` (its own sources) or `validation_fraction` (a share of `sources`), not both")
+        return self
+
 
 class TrainingSection(Section):
     """Batch arithmetic, length, and the optimisation's schedule."""

@@ -16,7 +16,7 @@ from shardwright.data.dataset import IGNORED_LABEL, TokenDataset, WindowDataset
 from shardwright.data.pack import PackedDataset
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.tokenize import load_tokenizer
-from shardwright.errors import DataError, TokenizerError
+from shardwright.errors import DataError, RecipeError, TokenizerError
 from tests.unit.data.recipes import recipe_of, story, write_json_lines, write_text
 from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
 
@@ -269,3 +269,9 @@ def test_the_trained_tokenizer_lies_in_the_cache_for_others(tmp_path: Path) -> N
     prepared = prepare(recipe_of(tmp_path, stories_at(tmp_path), tokenizer={"kind": "bpe", "vocab_size": 300}))
     (folder,) = (tmp_path / "cache" / "tokens").glob("*/tokenizer")
     assert load_tokenizer(folder).content_hash == prepared.tokenizer.content_hash
+
+
+def test_two_ways_to_validate_contradict_each_other(tmp_path: Path) -> None:
+    path = stories_at(tmp_path)
+    with pytest.raises(RecipeError, match="not both"):
+        recipe_of(tmp_path, path, validation=path, validation_fraction=0.1)
