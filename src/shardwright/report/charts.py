@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardwright.report.plot import GREY, Frame, Series
+from shardwright.report.plot import GREY, Frame, Series, svg_curves
 from shardwright.report.runs import Run
 from shardwright.report.scale import pad_range, write_value
 from shardwright.report.thin import Floats, bin_means, smooth, thin
@@ -71,6 +71,13 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
     return [chart for chart in charts if any(np.isfinite(s.y).any() for s in chart.series)]
 
 
+def svg_loss(runs: Sequence[Run], *, title: str = "", width: int = 760, height: int = 380) -> str:
+    """The loss chart of a report as an SVG file of its own: for a README, a paper, a chat."""
+    chart = _chart_loss(runs, _Axis.of(runs))
+    frame = replace(chart.frame, width=width, height=height, description=title or chart.title)
+    return svg_curves(chart.series, frame, title=title, standalone=True)
+
+
 @dataclass(frozen=True)
 class _Axis:
     """x of all charts: steps, or tokens where the runs' steps do not hold the same number of them."""
@@ -124,7 +131,7 @@ def _chart_loss(runs: Sequence[Run], axis: _Axis) -> Chart:
 
 def _smoothing_note(runs: Sequence[Run]) -> str:
     width = max(run.smoothing for run in runs)
-    return f"Bold: mean over {2 * width + 1} steps; faint: every step." if width else ""
+    return f"Bold: mean over {2 * width + 1:,} steps; faint: every step." if width else ""
 
 
 def _validation_at_steps(run: Run) -> Floats:
@@ -179,7 +186,7 @@ def _chart_value(
         clips = {limit for run in runs if (limit := _clip_norm(run)) is not None}
         rules = tuple((limit, f"clipped to {limit:g}") for limit in clips) if len(clips) == 1 else ()
     frame = Frame(x_label=axis.label, y_label=label, y_log=log, y_from_zero=from_zero, y_range=y_range, rules=rules)
-    note = (_smoothing_note(runs) if smoothed else "Of every step.") + (
+    note = (_smoothing_note(runs) if smoothed else "At every step.") + (
         f" {clipped:,} steps lie outside the frame." if clipped else ""
     )
     table = _tabulate(axis, runs, [(label, lambda run: run.curve(value))])

@@ -84,7 +84,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("MFU", _maybe(summary["mfu"], lambda share: f"{share:.1%}")),
         ("peak memory of a rank", _maybe(peak, format_bytes)),
         ("in training", format_seconds(summary["total_seconds"]) if summary["total_seconds"] else None),
-        ("of the time useful", f"{summary['useful_share']:.0%}" if summary["useful_share"] else None),
+        ("of that time useful", f"{summary['useful_share']:.0%}" if summary["useful_share"] else None),
     ]
     return [(name, value) for name, value in found if value is not None]
 

@@ -11,9 +11,11 @@ Floats = NDArray[np.float64]
 
 
 def smooth(values: Floats, half_width: int) -> Floats:
-    """Centred mean over 2 x half_width + 1 values; no lag, and at the ends the window shrinks so that it stays centred.
+    """Centred mean over 2 x half_width + 1 values, without lag.
 
-    Values that are not finite are left out of every mean; a mean of nothing is NaN.
+    At the start, where curves are steep, the window shrinks so that it stays centred; at the end, where they are flat, it only
+    loses its later half, so that the last values, which people read, are still means of many. Values that are not finite are
+    left out of every mean; a mean of nothing is NaN.
     """
     count = len(values)
     if count == 0 or half_width < 1:
@@ -22,8 +24,9 @@ def smooth(values: Floats, half_width: int) -> Floats:
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(finite)))
     index = np.arange(count)
-    half = np.minimum(half_width, np.minimum(index, count - 1 - index))
-    low, high = index - half, index + half + 1
+    before, after = np.minimum(half_width, index), np.minimum(half_width, count - 1 - index)
+    after = np.minimum(after, before)
+    low, high = index - before, index + after + 1
     taken = counts[high] - counts[low]
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(taken > 0, (sums[high] - sums[low]) / taken, np.nan)
