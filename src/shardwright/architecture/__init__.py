@@ -4,12 +4,13 @@ from shardwright.architecture.cut import cut
 from shardwright.architecture.families import FAMILIES
 from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
 from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config
-from shardwright.architecture.shape import LayerShape, ModelShape, RopeShape
+from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
 
 __all__ = [
     "FAMILIES",
     "INERT_FIELDS",
     "OFF_FIELDS",
+    "Activation",
     "Init",
     "LayerShape",
     "ModelShape",

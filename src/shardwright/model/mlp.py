@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.architecture import ModelShape
+from shardwright.architecture import Activation, ModelShape
 from shardwright.model.linear import Linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -20,6 +22,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+"""(gradient, input) -> gradient of the input, for the activations whose gradient needs it."""
+
+
+def gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+    """activation(gate) * up."""
+    if torch.compiler.is_compiling() or activation not in _BACKWARD:
+        return ACTIVATIONS[activation](gate_BTF) * up_BTF
+    gated: Tensor = _Gate.apply(gate_BTF, up_BTF, activation)
+    return gated
+
+
+class _Gate(torch.autograd.Function):
+    """Keeps the two projections and computes the activation again: one tensor of feed-forward width less per layer."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, activation: Activation) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(gate_BTF, up_BTF)
+        return ACTIVATIONS[activation](gate_BTF).mul_(up_BTF)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate_BTF, up_BTF = ctx.saved_tensors
+        up_gradient = ACTIVATIONS[ctx.activation](gate_BTF).mul_(gradients[0])
+        return _BACKWARD[ctx.activation](gradients[0] * up_BTF, gate_BTF), up_gradient, None
 
 
 class FeedForward(nn.Module):
@@ -28,8 +60,7 @@ class FeedForward(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.names = names = shape.names
-        self.activation = ACTIVATIONS[shape.activation]
-        self.gated = shape.gated
+        self.activation = shape.activation
         width, inner, transposed = shape.hidden_size, shape.intermediate_size, shape.matrix_layout == "in_out"
         wide = [names.gate_up] if names.gate_up else [names.gate, names.up]
         for name in wide:
@@ -42,9 +73,9 @@ class FeedForward(nn.Module):
         names = self.names
         if names.gate_up is not None:
             gate_BTF, up_BTF = getattr(self, names.gate_up)(x_BTD).chunk(2, dim=-1)
-            inner_BTF = self.activation(gate_BTF) * up_BTF
+            inner_BTF = gate(self.activation, gate_BTF, up_BTF)
         elif names.gate is not None:
-            inner_BTF = self.activation(getattr(self, names.gate)(x_BTD)) * getattr(self, names.up)(x_BTD)
+            inner_BTF = gate(self.activation, getattr(self, names.gate)(x_BTD), getattr(self, names.up)(x_BTD))
         else:
-            inner_BTF = self.activation(getattr(self, names.up)(x_BTD))
+            inner_BTF = ACTIVATIONS[self.activation](getattr(self, names.up)(x_BTD))
         return getattr(self, names.down)(inner_BTF)

@@ -1,6 +1,11 @@
-"""Root-mean-square and layer norms over the last dimension, accumulated in at least fp32."""
+"""Root-mean-square and layer norms over the last dimension, accumulated in at least fp32.
+
+Legend: D features.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +21,43 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        if self.offset == 0.0 or x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, weight.shape, weight if self.offset == 0.0 else weight + self.offset, self.eps)
-        # 1 + w in 16 bits would lose most of what w holds.
-        return F.rms_norm(x.float(), weight.shape, weight.float() + self.offset, self.eps).to(x.dtype)
+        weight_D = self.weight.to(x.dtype)
+        if self.offset != 0.0:
+            # In 16 bits 1 + w would lose most of what w holds.
+            weight_D = weight_D.to(_accumulation(x.dtype)) + self.offset
+        if x.is_cpu and not torch.compiler.is_compiling():
+            normed: Tensor = _RMSNormOnCPU.apply(x, weight_D, self.eps)
+            return normed
+        return F.rms_norm(x.to(weight_D.dtype), weight_D.shape, weight_D, self.eps).to(x.dtype)
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """The eager norm where PyTorch has no fused one: keeps its input and one number per token, nothing else as wide."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        wide = _accumulation(x.dtype)
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
+        scale = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_D, scale)
+        return (x * scale).mul_(weight_D).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_D, scale = ctx.saved_tensors
+        gradient = gradients[0].to(scale.dtype)
+        unit = x * scale
+        weight_gradient_D = (gradient * unit).flatten(0, -2).sum(0)
+        along = gradient * weight_D
+        # What the norm takes away is the part along x itself.
+        share = torch.linalg.vecdot(along, unit).unsqueeze(-1).div_(-x.shape[-1])
+        x_gradient = along.addcmul_(unit, share).mul_(scale)
+        return x_gradient.to(x.dtype), weight_gradient_D.to(weight_D.dtype), None
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which sums over features are taken."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class LayerNorm(nn.Module):
