@@ -1,0 +1,207 @@
+"""The `train` verb end to end, with real processes: runs, stops, resumes, and a folder that holds what it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwright.errors import ExitCode
+from shardwright.telemetry.events import Evaluation, Resumed, RunStarted, Step, read_events, surviving_steps
+
+SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe and a corpus: sums, which a small model begins to learn at once."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(60) for b in range(40)))
+    recipe = {
+        "name": "sums",
+        "seed": 3,
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 30,
+                "intermediate_size": 50,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 1,
+                "head_dim": 10,
+                "max_position_embeddings": 32,
+                "attention_dropout": 0.1,
+            }
+        },
+        "tokenizer": {"kind": "character"},
+        "data": {
+            "sources": str(folder / "corpus.txt"),
+            "validation_split": "tail",
+            "validation_fraction": 0.1,
+            "cache_dir": str(folder / "cache"),
+        },
+        "training": {
+            "sequence_length": 32,
+            "global_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "max_steps": STEPS,
+            "learning_rate": 1e-2,
+            "warmup_steps": 2,
+        },
+        "evaluation": {"every_steps": 6, "micro_batch_size": 16},
+        "checkpoint": {"every_steps": 4, "keep_last": 3},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def train(workplace: Path, run: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(workplace / run), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workplace: Path) -> Path:
+    done = train(workplace, "whole", "--nproc", "2", "--layout", "zero_stage=3", "--json")
+    assert done.returncode == ExitCode.DONE, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["schema_version"] == 1
+    assert summary["steps"] == STEPS
+    assert summary["status"] == "completed"
+    return workplace / "whole"
+
+
+def final_weights(run: Path) -> dict[str, bytes]:
+    folder = run / "checkpoints" / f"step-{STEPS:08d}"
+    files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert len(files) == 2
+    return files
+
+
+def test_a_run_folder_holds_what_it_should(uninterrupted: Path) -> None:
+    present = {path.name for path in uninterrupted.iterdir()}
+    assert {"recipe.yaml", "plan.json", "config.json", "tokenizer", "events.jsonl", "log.txt", "checkpoints"} <= present
+    plan = json.loads((uninterrupted / "plan.json").read_text())
+    assert plan["layout"]["zero_stage"] == 3
+    assert plan["batch"]["global_batch_size"] == 8
+    events = read_events(uninterrupted)
+    steps = surviving_steps(events)
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert all(len(step.memory_bytes) == 2 and min(step.memory_bytes) > 0 for step in steps)
+    assert all(step.step_seconds >= (step.forward_seconds or 0) + (step.backward_seconds or 0) for step in steps)
+    losses = [event.loss for event in events.of(Evaluation)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 3.3
+    assert "evaluation at step 12" in (uninterrupted / "log.txt").read_text()
+
+
+def test_one_process_sees_the_same_losses(workplace: Path, uninterrupted: Path) -> None:
+    done = train(workplace, "alone")
+    assert done.returncode == ExitCode.DONE, done.stderr
+    alone, sharded = (surviving_steps(read_events(run)) for run in (workplace / "alone", uninterrupted))
+    for one, other in zip(alone, sharded, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=2e-5)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-4)
+    hashes = {read_events(run).of(RunStarted)[0].data_hash for run in (workplace / "alone", uninterrupted)}
+    assert len(hashes) == 1
+
+
+def test_a_stopped_and_resumed_run_ends_with_the_same_bits(workplace: Path, uninterrupted: Path) -> None:
+    run = workplace / "stopped"
+    words = ["--nproc", "2", "--layout", "zero_stage=3"]
+    command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
+    deadline = time.monotonic() + 90
+    while not ((run / "events.jsonl").exists() and surviving_steps(read_events(run))):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    stopped_at = surviving_steps(read_events(run))[-1].step
+    assert stopped_at is not None
+    assert stopped_at < STEPS, "the run was over before it could be stopped"
+    assert process.returncode == ExitCode.PREEMPTED, told
+    assert f"saved at step {stopped_at}" in told
+
+    done = train(workplace, "stopped", *words, "--resume")
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert final_weights(run) == final_weights(uninterrupted)
+    events = read_events(run)
+    assert [event.step for event in events.of(Resumed)] == [stopped_at]
+    ledger = [step.samples_seen for step in surviving_steps(events)]
+    assert ledger == [8 * step for step in range(1, STEPS + 1)]
+    straight = [step.loss for step in surviving_steps(read_events(uninterrupted))]
+    assert [step.loss for step in surviving_steps(events)] == straight
+
+
+def test_a_checkpoint_opens_under_another_layout(workplace: Path, uninterrupted: Path) -> None:
+    """What zero_stage 3 on two ranks has saved goes on in one process, with the losses of the run that was not stopped."""
+    done = train(
+        workplace,
+        "elsewhere",
+        "--nproc",
+        "2",
+        "--layout",
+        "zero_stage=3",
+        "--set",
+        "training.max_steps=4",
+        "--set",
+        "training.schedule=constant",
+    )
+    assert done.returncode == ExitCode.DONE, done.stderr
+    done = train(workplace, "elsewhere", "--resume", "--set", "training.max_steps=6", "--set", "training.schedule=constant")
+    assert done.returncode == ExitCode.DONE, done.stderr
+    done = train(workplace, "straight", "--set", "training.max_steps=6", "--set", "training.schedule=constant")
+    assert done.returncode == ExitCode.DONE, done.stderr
+    moved, straight = (surviving_steps(read_events(workplace / run)) for run in ("elsewhere", "straight"))
+    assert [step.samples_seen for step in moved] == [step.samples_seen for step in straight]
+    for one, other in zip(moved, straight, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=2e-5)
+
+
+def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -> None:
+    done = train(
+        workplace,
+        "whole",
+        "--resume",
+        "--set",
+        "seed=4",
+        "--set",
+        "model.config.hidden_size=60",
+        "--set",
+        "model.config.head_dim=20",
+    )
+    assert done.returncode == ExitCode.WRONG_INPUT
+    assert "seed: saved 3, now 4" in done.stderr
+    assert "hidden_size: saved 30, now 60" in done.stderr
+
+
+def test_a_folder_in_use_is_not_overwritten(workplace: Path, uninterrupted: Path) -> None:
+    done = train(workplace, "whole", "--json")
+    assert done.returncode == ExitCode.WRONG_INPUT
+    told = json.loads(done.stdout)["error"]
+    assert told["field"] == "run.dir"
+    assert "--resume" in told["remedy"]
+
+
+def test_torchrun_starts_the_ranks_as_well(workplace: Path, uninterrupted: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwright"]
+    words = ["train", str(workplace / "recipe.yaml"), "--run-dir", str(workplace / "torchrun"), "--layout", "zero_stage=3"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert final_weights(workplace / "torchrun") == final_weights(uninterrupted)
+    events = read_events(workplace / "torchrun")
+    assert [event.step for event in events if isinstance(event, Step)] == list(range(1, STEPS + 1))
