@@ -1,0 +1,122 @@
+"""`shardwright verify`: prove that layouts compute the gradients of one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.config import load_recipe
+from shardwright.errors import CheckFailed, ExitCode, InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwright.verify.matrix import CellResult, Report
+
+
+def verify_command(
+    recipe: RecipePath,
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout",
+            metavar="DEGREES",
+            help="A layout, e.g. zero_stage=3; repeatable. Default: every layout of data ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option("--nproc", min=2, max=64, help="Most ranks to start, all on this machine's CPU.")] = 4,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", metavar="DTYPE", help="float32 or float64; repeatable. Default: both.", show_default=False),
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option("--num-layers", min=1, help="Cut the model to its first layers.")] = None,
+    hidden_size: Annotated[
+        int | None, typer.Option("--hidden-size", min=1, help="Cut the model's width; heads and feed-forward too.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", min=4, help="Tokens per row; default the recipe's, at most 32.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole product of accumulation, recompute, tying and dropout, not three cases of it.")
+    ] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Compare loss, raw gradients, norm and updated weights of layouts with one process; exit code 1 if any differs."""
+    checked = load_recipe(recipe, overrides or [])
+    # Torch comes in only now: a wrong recipe is told at once.
+    from rich.console import Console
+
+    from shardwright.verify.cases import DTYPES, choose_cases, choose_layouts, cut_shape
+    from shardwright.verify.matrix import shape_of, verify
+    from shardwright.verify.pool import RankPool
+
+    unknown = [name for name in dtype or () if name not in DTYPES]
+    if unknown:
+        raise InputError("not a dtype to verify in", field="--dtype", got=unknown[0], allowed=" or ".join(DTYPES))
+    chosen = choose_layouts(layouts or [], nproc, checked.layout)
+    shape = cut_shape(shape_of(checked), num_layers=num_layers, hidden_size=hidden_size)
+    console = Console(stderr=json_output)
+    with RankPool() as pool, console.status("starting ranks") as status:
+        report = verify(
+            checked,
+            shape,
+            chosen,
+            choose_cases(shape.tied_embeddings, full=full),
+            [name for name in DTYPES if not dtype or name in dtype],
+            sequence_length=sequence_length or min(32, checked.training.sequence_length),
+            pool=pool,
+            told=lambda cell: status.update(f"verified {cell.layout} in {cell.dtype}: {cell.case}"),
+        )
+    _show(report, console)
+    if json_output:
+        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+    if not report.passed:
+        failed = [cell for cell in report.cells if not cell.passed]
+        if json_output:  # the report is the one object on standard output
+            raise typer.Exit(ExitCode.CHECK_FAILED)
+        raise CheckFailed(f"{len(failed)} of {len(report.cells)} cells differ from one process")
+
+
+def _show(report: Report, console: Console) -> None:
+    """A row per layout and dtype, with the comparison that came closest to its limit; then what failed, in full."""
+    from rich.table import Table
+
+    shape = report.shape
+    console.print(
+        f"{shape.family}: {shape.num_layers} layers, {shape.hidden_size} wide, {shape.num_parameters:,} parameters; "
+        f"rows of {report.sequence_length} tokens",
+        highlight=False,
+    )
+    table = Table("layout", "dtype", "closest to its limit", "error", "cases")
+    for layout, dtype in dict.fromkeys((cell.layout, cell.dtype) for cell in report.cells):
+        cells = [cell for cell in report.cells if (cell.layout, cell.dtype) == (layout, dtype)]
+        table.add_row(str(layout).replace(",", ", "), dtype, *_worst(cells), _verdict(cells))
+    console.print(table)
+    for cell in report.cells:
+        where = f"{cell.layout}, {cell.dtype}, {cell.case}"
+        for finding in cell.findings:
+            if not finding.passed:
+                told = f"{finding.quantity}, {finding.subject}: error {finding.error:.2e}, allowed {finding.allowed:.0e}"
+                console.print(f"fails: {where}: {told}", style="red", markup=False, highlight=False)
+        if cell.failure:
+            console.print(f"fails: {where}: {cell.failure}", style="red", markup=False, highlight=False)
+
+
+def _worst(cells: list[CellResult]) -> tuple[str, str]:
+    """What came closest to its limit, and its error; nan is beyond any."""
+    found = [finding for cell in cells for finding in cell.findings if finding.allowed > 0.0]
+    if not found:
+        return "", ""
+    worst = max(found, key=lambda finding: (not finding.passed, finding.error != finding.error, finding.error / finding.allowed))
+    return f"{worst.quantity}: {worst.subject}", f"{worst.error:.1e}"
+
+
+def _verdict(cells: list[CellResult]) -> str:
+    passed = sum(cell.passed for cell in cells)
+    return f"[green]{passed} pass[/]" if passed == len(cells) else f"[red]{len(cells) - passed} of {len(cells)} fail[/]"
