@@ -1,0 +1,227 @@
+"""Kill a save before each of its operations on disk, and cut the power there; what is found afterwards must be whole.
+
+Run as a program: it imports torch once and forks a process per death. Prints the number of operations of a save as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
+from shardwright.checkpoint.save import save_checkpoint
+
+OLD, NEW = 20, 30
+SCRATCH = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""In memory where there is such a place: the order of operations is what counts here, and a real fsync takes milliseconds."""
+
+
+class CountingDisk(Disk):
+    """Calls `before(operation, paths)` ahead of every operation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.paths: dict[int, Path] = {}
+
+    def before(self, operation: str, *paths: Path) -> None:
+        self.count += 1
+
+    def make_folder(self, path: Path) -> None:
+        self.before("make_folder", path)
+        super().make_folder(path)
+
+    def create(self, path: Path) -> int:
+        self.before("create", path)
+        descriptor = super().create(path)
+        self.paths[descriptor] = path
+        return descriptor
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        self.before("write", self.paths[descriptor])
+        super().write(descriptor, data[: len(data) // 2])
+        self.before("write", self.paths[descriptor])  # between two halves of a write
+        super().write(descriptor, data[len(data) // 2 :])
+
+    def sync(self, descriptor: int) -> None:
+        self.before("sync", self.paths[descriptor])
+        super().sync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        self.before("close", self.paths[descriptor])
+        super().close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        self.before("sync_folder", path)
+        super().sync_folder(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.before("rename", source, target)
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self.before("remove", path)
+        super().remove(path)
+
+    def remove_folder(self, path: Path) -> None:
+        self.before("remove_folder", path)
+        super().remove_folder(path)
+
+
+class KillingDisk(CountingDisk):
+    """Kills the process before the n-th operation."""
+
+    def __init__(self, death: int) -> None:
+        super().__init__()
+        self.death = death
+
+    def before(self, operation: str, *paths: Path) -> None:
+        super().before(operation, *paths)
+        if self.count == self.death:
+            self.at_death()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def at_death(self) -> None:
+        """What else is lost."""
+
+
+@dataclass
+class Name:
+    """A name that its folder may forget: made, or moved from `source` in the place of a file that held `replaced`."""
+
+    path: Path
+    source: Path | None = None
+    replaced: bytes | None = None
+
+    def forget(self) -> None:
+        if self.source is not None and self.path.exists():
+            os.replace(self.path, self.source)
+            if self.replaced is not None:
+                self.path.write_bytes(self.replaced)
+        elif self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+class PowerCut(KillingDisk):
+    """Dies like a machine that loses power: bytes that were not synced are gone, and with `lose_names` so are all names
+    made or moved since their folder was synced."""
+
+    def __init__(self, death: int, lose_names: bool) -> None:
+        super().__init__(death)
+        self.lose_names = lose_names
+        self.unsynced: set[Path] = set()
+        self.names: list[Name] = []
+
+    def before(self, operation: str, *paths: Path) -> None:
+        super().before(operation, *paths)
+        path = paths[-1]
+        if operation in ("create", "write"):
+            self.unsynced.add(path)
+        if operation == "sync":
+            self.unsynced.discard(path)
+        if operation in ("create", "make_folder"):
+            self.names.append(Name(path))
+        if operation == "sync_folder":
+            self.names = [name for name in self.names if name.path.parent != path]
+        if operation == "rename":
+            source = paths[0]
+
+            def moved(p: Path) -> Path:
+                return path / p.relative_to(source) if p.is_relative_to(source) else p
+
+            self.unsynced = {moved(p) for p in self.unsynced}
+            for name in self.names:
+                name.path = moved(name.path)
+            self.names.append(Name(path, source, path.read_bytes() if path.is_file() else None))
+
+    def at_death(self) -> None:
+        for path in self.unsynced:
+            if path.exists():
+                os.truncate(path, path.stat().st_size // 3)
+        if self.lose_names:
+            for name in reversed(self.names):
+                name.forget()
+
+
+def tensors_of(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((40, 30), float(step)), "b": torch.arange(7) + step}
+
+
+def prepare(root: Path, *, damaged: bool) -> None:
+    """Two old checkpoints; with `damaged` also one of the step that is saved next, broken as a fallback would have found it."""
+    save_checkpoint(root, 10, tensors_of(10), {"step": 10}, best=True)
+    save_checkpoint(root, OLD, tensors_of(OLD), {"step": OLD})
+    if damaged:
+        broken = save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}).path / "shard-00000.safetensors"
+        data = bytearray(broken.read_bytes())
+        data[-1] ^= 1
+        broken.write_bytes(data)
+
+
+def save_new(root: Path, disk: Disk) -> None:
+    save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}, keep_last=1, best=True, disk=disk)
+
+
+def check_after(root: Path) -> int:
+    """The newest checkpoint is the old or the new one, bit-equal; saving again works and leaves nothing behind. Its step."""
+    found = newest_checkpoint(root)
+    assert found is not None, "no checkpoint left"
+    assert found.step in (OLD, NEW), found
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()}
+    assert load_checkpoint(found, tensors) == {"step": found.step}
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in tensors_of(found.step).items())
+    save_checkpoint(root, NEW + 10, tensors_of(NEW + 10), {}, keep_last=1)
+    left = sorted(path.name for path in root.iterdir())
+    best = (root / "best").read_text().strip()
+    assert left == sorted({"best", "latest", "step-00000040", best}), left
+    return found.step
+
+
+def sweep(make_disk: Callable[[int], CountingDisk], *, damaged: bool) -> dict[str, int]:
+    """Die before every operation; how often the old and the new checkpoint were found."""
+    counting = CountingDisk()
+    found = {OLD: 0, NEW: 0}
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as base:
+        prepared = Path(base) / "prepared"
+        prepare(prepared, damaged=damaged)
+        shutil.copytree(prepared, Path(base) / "counted")
+        save_new(Path(base) / "counted", counting)
+        for death in range(1, counting.count + 1):
+            root = Path(base) / "root"
+            shutil.copytree(prepared, root)
+            child = os.fork()
+            if child == 0:
+                save_new(root, make_disk(death))
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status), f"the save lived past operation {death}"
+            try:
+                found[check_after(root)] += 1
+            except Exception as error:
+                raise AssertionError(f"died before operation {death} of {counting.count}") from error
+            shutil.rmtree(root)
+    return {"operations": counting.count, "old": found[OLD], "new": found[NEW]}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    result = {f"kill damaged={damaged}": sweep(KillingDisk, damaged=damaged) for damaged in (False, True)}
+    result["power"] = sweep(lambda death: PowerCut(death, lose_names=False), damaged=False)
+    result["power lose_names"] = sweep(lambda death: PowerCut(death, lose_names=True), damaged=False)
+    result["power lose_names damaged"] = sweep(lambda death: PowerCut(death, lose_names=True), damaged=True)
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
