@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import typer
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -204,7 +205,9 @@ def _sources(recipe: Recipe, prepared: Prepared) -> Text:
     text = Text.assemble((recipe.name, "bold"), "  ", " · ".join(facts))
     if records.num_broken:
         text.append(f" · {records.num_broken:,} broken ({records.broken_fraction:.2%})", style="yellow")
-    text.append(f"\ntokenizer {report.tokenizer_kind}, {report.vocab_size:,} ids · {_packing(recipe)}\n")
+    asked = recipe.tokenizer.vocab_size
+    fewer = f" ({asked:,} asked for, but no further pair occurs twice)" if asked and report.vocab_size < asked else ""
+    text.append(f"\ntokenizer {report.tokenizer_kind}, {report.vocab_size:,} ids{fewer} · {_packing(recipe)}\n")
     return text
 
 
@@ -322,16 +325,29 @@ def _picture(character: str) -> str:
 
 @contextmanager
 def _progress_bar() -> Iterator[OnProgress]:
-    """A bar on standard error for what is read and tokenised; nothing when the cache has it all."""
+    """A bar on standard error for what is read and tokenised; nothing at all when the cache has it.
+
+    What the data rooms log meanwhile is held back: all of it stands in what is printed afterwards.
+    """
     columns = (TextColumn("{task.description:28}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def tell(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                for earlier in tasks.values():
-                    bar.update(earlier, visible=False)
-                tasks[stage] = bar.add_task(stage, total=max(1, total))
-            bar.update(tasks[stage], completed=done)
+    def tell(stage: str, done: int, total: int) -> None:
+        if not tasks:
+            bar.start()
+        if stage not in tasks:
+            for earlier in tasks.values():
+                bar.update(earlier, visible=False)
+            tasks[stage] = bar.add_task(stage, total=max(1, total))
+        bar.update(tasks[stage], completed=done)
 
+    log = logging.getLogger("shardwright.data")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
         yield tell
+    finally:
+        log.setLevel(level)
+        if tasks:
+            bar.stop()

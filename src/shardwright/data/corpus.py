@@ -56,7 +56,9 @@ class Records(NamedTuple):
             field=field,
             got=f"{self.num_broken} of {self.num_records} broken, {self.broken_fraction:.1%}",
             allowed=f"{max_broken_fraction:.1%}, data.max_broken_fraction",
-            remedy="Mend them, or raise data.max_broken_fraction to set them aside",
+            remedy="Set text_field of the source to the field that holds the text"
+            if self.broken[0].reason.startswith("no field")
+            else "Mend them, or raise data.max_broken_fraction to set them aside",
         )
 
 

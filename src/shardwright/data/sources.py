@@ -93,7 +93,7 @@ def list_files(sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
                 raise DataError("`glob` and `exclude` choose files of a folder; this is a file", field=where, got=source.path)
             files.append(_as_file(source, path, path.name, where))
         else:
-            raise DataError("no such file or folder", field=where, got=source.path, remedy="Check the path; it is taken from here")
+            raise DataError("no such file or folder", field=where, got=source.path, remedy=f"Looked from {Path.cwd()}")
     return tuple(files)
 
 

@@ -196,9 +196,15 @@ class FastTokenizer:
         self.prefix_ids, self.suffix_ids = self._frame()
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the tokenizer's post-processor puts around a text."""
-        bare = self._fast.encode("a", add_special_tokens=False).ids
-        whole = self._fast.encode("a", add_special_tokens=True).ids
+        """What the tokenizer's post-processor puts around a text, seen around the first text that has ids at all."""
+        probes = ["a", *sorted(self._fast.get_vocab(with_added_tokens=False))[:200]]
+        bare: list[int] = []
+        whole: list[int] = []
+        for probe in probes:
+            bare = self._fast.encode(probe, add_special_tokens=False).ids
+            whole = self._fast.encode(probe, add_special_tokens=True).ids
+            if bare:
+                break
         first = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
         suffix = tuple(whole[first + len(bare) :])
         if not suffix and self.eos_id is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from shardwright.errors import DataError, RecipeError, TokenizerError
 from tests.unit.data.recipes import recipe_of, story, write_json_lines, write_text
 from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
 
+ROOT = Path(__file__).parents[3]
 STORIES = [story(number) for number in range(120)]
 
 
@@ -275,3 +278,17 @@ def test_two_ways_to_validate_contradict_each_other(tmp_path: Path) -> None:
     path = stories_at(tmp_path)
     with pytest.raises(RecipeError, match="not both"):
         recipe_of(tmp_path, path, validation=path, validation_fraction=0.1)
+
+
+def test_preparing_data_needs_no_torch(tmp_path: Path) -> None:
+    """`shardwright data` and the check before a start answer at once; only the loader makes tensors."""
+    path = write_text(tmp_path / "a.txt", "hello " * 20)
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from tests.unit.data.recipes import recipe_of\n"
+        "from shardwright.data.prepare import prepare\n"
+        f"prepare(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr

@@ -133,6 +133,14 @@ def test_frames_are_the_tokenizers_own(tmp_path: Path) -> None:
     assert (tokenizer.prefix_ids, tokenizer.suffix_ids) == ((1,), (2,)), "the end is not put twice"
 
 
+def test_frames_are_found_without_a_latin_letter(tmp_path: Path) -> None:
+    vocabulary = {"<s>": 0, "</s>": 1, "я": 2}
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    fast.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer = load_tokenizer(save_folder(fast, tmp_path))
+    assert (tokenizer.prefix_ids, tokenizer.suffix_ids) == ((0,), (1,))
+
+
 def test_truncation_and_padding_of_a_tokenizer_file_are_switched_off(tmp_path: Path) -> None:
     """A tokenizer.json saved from a fine-tuning run often truncates: silently, it would cut every document."""
     fast = sentencepiece_like()
