@@ -59,7 +59,7 @@ def write_tokens(folder: Path, side: str, pieces: Iterable[Piece], tokenizer: To
                 if piece.record != record:  # the tail of a document that a split cut in two does not begin, but is a document here
                     starts.append(num_tokens)
                     record = piece.record
-                ids.astype(dtype).tofile(stream)
+                stream.write(ids.astype(dtype).tobytes())  # numpy's tofile hides why a disk refuses
                 num_tokens += len(ids)
                 num_characters += len(piece.text)
                 num_unknown += 0 if tokenizer.unknown_id is None else int(np.count_nonzero(ids == tokenizer.unknown_id))
@@ -68,7 +68,7 @@ def write_tokens(folder: Path, side: str, pieces: Iterable[Piece], tokenizer: To
         stream.flush()
         os.fsync(stream.fileno())
     counts = TokenCounts(len(starts), num_characters, num_tokens, num_unknown, max_id, dtype.str)
-    np.array([*starts, num_tokens], dtype="<u8").tofile(folder / f"{side}.documents")
+    (folder / f"{side}.documents").write_bytes(np.array([*starts, num_tokens], dtype="<u8").tobytes())
     (folder / f"{side}.json").write_text(json.dumps(asdict(counts)), encoding="utf-8")
     return counts
 

@@ -292,3 +292,21 @@ def test_preparing_data_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_disk_that_refuses_is_told_and_nothing_half_written_stays(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a.txt", "hello " * 20_000)
+    script = (
+        "import resource; from pathlib import Path\n"
+        "from shardwright.errors import DataError\n"
+        "from tests.unit.data.recipes import recipe_of\n"
+        "from shardwright.data.prepare import prepare\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        f"    prepare(recipe_of(Path({str(tmp_path)!r}), {path!r}))\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.startswith("data.cache_dir: the cache of tokenised data cannot be written: File too large"), done
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
