@@ -16,7 +16,8 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.checkpoint.commit import BEST, LATEST, read_pointer, step_folders
 from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint
 from shardwright.checkpoint.verify import WholeCheckpoint
-from shardwright.data.tokenize import Tokenizer, load_tokenizer
+from shardwright.data.tokenize import load_tokenizer
+from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.model.decoder import Decoder
 from shardwright.model.load import WeightsFolder

@@ -1,0 +1,65 @@
+"""Greedy text of every kind of attention and rotation, token by token with a cache, is what transformers generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwright.architecture import read_config
+from shardwright.model.decoder import Decoder
+from shardwright.model.load import WeightsFolder
+from shardwright.train.generate import Sampling, complete
+from tests.reference.cases import CASES
+
+PROMPT = "5 9 33 2 71 8 8 60 14 27"
+NEW_TOKENS = 24  # past every window, and past the original positions of scaled rotations in the middle of it
+CHOSEN = [name for name in CASES if not name.startswith("llama-") or name in ("llama-yarn", "llama-llama3-newer", "llama-linear")]
+
+
+class Numbers:
+    """Text is ids written out."""
+
+    vocab_size = 97
+    eos_id = None
+    unknown_id = None
+    prefix_ids = ()
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(f" {index}" for index in ids)
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_greedy(tmp_path: Path, case: str) -> None:
+    fields = dict(CASES[case])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    theirs.save_pretrained(tmp_path)
+    weights, shape = WeightsFolder(tmp_path), read_config(tmp_path)
+    weights.check(shape)
+    decoder = Decoder(shape)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(weights.read(name))
+    ids = Numbers().encode(PROMPT)
+    expected = theirs.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids)),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    ours = complete(decoder, Numbers(), PROMPT, Sampling(temperature=0.0), max_new_tokens=NEW_TOKENS)
+    assert [*ids, *ours.new_ids] == expected[0].tolist()
+    assert ours.text == Numbers().decode(ours.new_ids)
