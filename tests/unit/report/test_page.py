@@ -94,6 +94,19 @@ def test_what_a_run_says_cannot_become_script(eventful: Path) -> None:
     assert page.count("<script>") == 1
 
 
+def test_what_a_run_is_called_cannot_become_script(tmp_path: Path) -> None:
+    names = ("</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>")
+    steps = [one_step(i, falling(i)) for i in range(1, 9)]
+    paths = [
+        write_events(tmp_path / str(i), [start_event(name=name, layout=name, host=name), *steps]) for i, name in enumerate(names)
+    ]
+    for chosen in (paths, paths[:1], paths[1:]):
+        page = render(*chosen)
+        Balanced().feed(page)
+        assert "alert(1)</script>" not in page
+        assert "<img" not in page
+
+
 def test_the_hover_numbers_are_the_runs_numbers(tmp_path: Path) -> None:
     page = render(write_run(tmp_path / "run", 10, validation=falling, every=5))
     data = json.loads(re.search(r'id="loss-data">(.*?)</script>', page)[1])  # type: ignore[index]
