@@ -103,7 +103,7 @@ class Block(nn.Module):
         if names.post_mlp_norm is not None:
             self.add_module(names.post_mlp_norm, build_norm(shape))
         self._recompute: Recompute | None = None
-        self._inner: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = self.inner
+        self._run: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = self.run
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
         # The layer's number enters here and not in the computation, which a compiler would otherwise specialise to it.
@@ -111,9 +111,17 @@ class Block(nn.Module):
         if context.cache is not None:
             # Shapes change with every token: nothing to recompute, nothing worth compiling.
             return self.inner(x_BTD, context, dropout)
+        return self._run(x_BTD, context, dropout)
+
+    def run(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+        """The block's function, recomputed in the backward pass where that was asked for.
+
+        What is compiled is this, recomputation included: the compiler then knows what to keep. Around compiled code, selective
+        recomputation cannot see the operations: it would keep nothing and run the block three times.
+        """
         if self._recompute is None:
-            return self._inner(x_BTD, context, dropout)
-        return self._recompute(self._inner, x_BTD, context, dropout)
+            return self.inner(x_BTD, context, dropout)
+        return self._recompute(self.inner, x_BTD, context, dropout)
 
     def inner(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
         """The block's function; `dropout` holds this layer's masks."""
@@ -203,7 +211,7 @@ class Decoder(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """torch.compile each block's computation; modules, parameters and their names stay as they are."""
         for block in self.blocks:
-            block._inner = torch.compile(block.inner, **options)
+            block._run = torch.compile(block.run, **options)
 
     def forward(
         self,

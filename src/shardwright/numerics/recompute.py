@@ -40,7 +40,8 @@ def recompute_runner(kind: RecomputeKind) -> Runner | None:
 
     `full` keeps a block's inputs only; `selective` also keeps the results of matrix products and attention. Random state is not
     saved and restored: dropout here is a function of seed, step and token (stateless), so running twice gives the same mask.
-    Gradients equal those without recompute bit by bit.
+    Gradients equal those without recompute bit by bit. With torch.compile this goes inside what is compiled: the compiler reads the
+    policy, whereas a policy around compiled code sees no operations, keeps nothing and makes the block run three times.
     """
     if kind == "none":
         return None

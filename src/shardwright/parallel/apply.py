@@ -5,7 +5,7 @@ The order, on the meta device until storage is given:
     1  pipeline     keep the blocks of this rank's stages          (not built yet; refused by layout.check_supported)
     2  tensor, expert, context                                     (not built yet)
     3  recompute    around each block's inner function
-    4  compile      the inner function, inside the recompute
+    4  compile      the block's function with its recompute inside: around compiled code, selective sees nothing to keep
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
     6  storage      empty memory on the device, for this rank's shards only
     7  weights      written by name, slice by slice
