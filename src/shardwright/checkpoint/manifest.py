@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +66,16 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return DTYPE_BYTES[self.dtype] * self.num_elements
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from shardwright.checkpoint.commit import in_order_of_trust
 from shardwright.checkpoint.disk import hash_file
 from shardwright.checkpoint.header import read_header
-from shardwright.checkpoint.manifest import DTYPE_BYTES, MANIFEST_HASH_NAME, MANIFEST_NAME, Manifest, read_manifest
+from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, Manifest, read_manifest
 from shardwright.errors import CheckpointError
 
 
@@ -130,8 +129,3 @@ def newest_whole(root: Path) -> tuple[WholeCheckpoint | None, list[Refused]]:
             return WholeCheckpoint(candidate.path, manifest, tuple(refused)), refused
         refused.append(Refused(candidate.path, "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else "")))
     return None, refused
-
-
-def bytes_of_tensors(manifest: Manifest) -> int:
-    """Bytes of all tensors, each counted once."""
-    return sum(DTYPE_BYTES[entry.dtype] * math.prod(entry.shape) for entry in manifest.tensors.values())

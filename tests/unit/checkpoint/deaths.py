@@ -136,13 +136,9 @@ class PowerCut(KillingDisk):
             self.names = [name for name in self.names if name.path.parent != path]
         if operation == "rename":
             source = paths[0]
-
-            def moved(p: Path) -> Path:
-                return path / p.relative_to(source) if p.is_relative_to(source) else p
-
-            self.unsynced = {moved(p) for p in self.unsynced}
+            self.unsynced = {moved(p, source, path) for p in self.unsynced}
             for name in self.names:
-                name.path = moved(name.path)
+                name.path = moved(name.path, source, path)
             self.names.append(Name(path, source, path.read_bytes() if path.is_file() else None))
 
     def at_death(self) -> None:
@@ -150,8 +146,16 @@ class PowerCut(KillingDisk):
             if path.exists():
                 os.truncate(path, path.stat().st_size // 3)
         if self.lose_names:
-            for name in reversed(self.names):
-                name.forget()
+            while self.names:
+                last = self.names.pop()
+                last.forget()
+                for name in self.names if last.source is not None else ():
+                    name.path = moved(name.path, last.path, last.source)
+
+
+def moved(path: Path, source: Path, target: Path) -> Path:
+    """Where a path is after a rename."""
+    return target / path.relative_to(source) if path.is_relative_to(source) else path
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:

@@ -23,4 +23,4 @@ def test_a_save_may_die_before_any_operation() -> None:
     assert len(sweeps) == 5
     for name, sweep in sweeps.items():
         assert sweep["operations"] > 40, name
-        assert sweep["old"] > 0 and sweep["new"] > 0, f"{name}: deaths before and after the commit"
+        assert min(sweep["old"], sweep["new"]) > 0, f"{name}: deaths before and after the commit"

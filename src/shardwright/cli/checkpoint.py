@@ -1,0 +1,167 @@
+"""`shardwright checkpoint`: list, verify and inspect checkpoints without starting torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from shardwright.checkpoint.commit import BEST, LATEST, StepFolder, in_order_of_trust, read_pointer, step_folders
+from shardwright.checkpoint.disk import read_small
+from shardwright.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_VALUES_BYTES,
+    VALUES_NAME,
+    Manifest,
+    TensorEntry,
+    parse_json,
+    read_manifest,
+)
+from shardwright.checkpoint.verify import verify_checkpoint
+from shardwright.cli.options import JsonOutput
+from shardwright.errors import CheckpointError, ExitCode
+from shardwright.units import format_bytes, format_count, format_seconds
+
+SCHEMA_VERSION = 1
+
+app = typer.Typer(help="List, verify and inspect checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+
+CheckpointPath = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="A checkpoint (step-...), a folder of checkpoints, or a run's folder.", show_default=False),
+]
+
+
+@app.command("list")
+def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
+    """List the checkpoints of a run: step, size, what latest and best name. Nothing is hashed."""
+    root = _root_of(path)
+    pointed = {name: read_pointer(root, name) for name in (LATEST, BEST)}
+    rows: list[dict[str, Any]] = []
+    for folder in step_folders(root):
+        names = [name for name, target in pointed.items() if target == folder]
+        row: dict[str, Any] = {"name": folder.path.name, "step": folder.step, "pointers": names, "problem": None}
+        try:
+            manifest = read_manifest(folder.path)
+            row |= {"size_bytes": manifest.num_bytes, "num_tensors": len(manifest.tensors), "world_size": manifest.world_size}
+        except CheckpointError as error:
+            row["problem"] = error.problem
+        rows.append(row)
+    if json_output:
+        _print_json({"root": str(root), "checkpoints": rows})
+        return
+    table = Table("checkpoint", "", "size", "tensors", "ranks", "problem")
+    for row in rows:
+        told = [str(row.get(key, "")) for key in ("num_tensors", "world_size")]
+        size = format_bytes(row["size_bytes"]) if "size_bytes" in row else ""
+        table.add_row(row["name"], ", ".join(row["pointers"]), size, *told, row["problem"] or "")
+    Console().print(table)
+
+
+@app.command("verify")
+def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> int:
+    """Hash every byte and check every header; exit code 1 when something is damaged. A folder of checkpoints: each of them."""
+    folders = [path] if _is_checkpoint(path) else [folder.path for folder in in_order_of_trust(_root_of(path))]
+    checked = [_verified(folder, quiet=json_output) for folder in folders]
+    whole = all(not row["faults"] for row in checked)
+    if json_output:
+        _print_json({"whole": whole, "checkpoints": checked})
+    else:
+        for row in checked:
+            took = f"{format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
+            sys.stdout.write(f"{row['name']}: {'damaged' if row['faults'] else f'whole, {took}'}\n")
+            sys.stdout.writelines(f"  {fault}\n" for fault in row["faults"])
+    return ExitCode.DONE if whole else ExitCode.CHECK_FAILED
+
+
+@app.command("inspect")
+def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
+    """Show what a checkpoint holds: values, files, tensors and how they are cut. Of several checkpoints, the one to resume from."""
+    folder = path if _is_checkpoint(path) else in_order_of_trust(_root_of(path))[0].path
+    manifest = read_manifest(folder)
+    values = parse_json(read_small(folder / VALUES_NAME, MAX_VALUES_BYTES), folder / VALUES_NAME)
+    if json_output:
+        _print_json(_inspected(folder, manifest, values))
+        return
+    console = Console()
+    console.print(
+        f"{folder}: step {manifest.step}, saved by {manifest.world_size} ranks, {manifest.written_by}; "
+        f"{len(manifest.tensors)} tensors of {format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}",
+        highlight=False,
+    )
+    tensors = Table("tensor", "dtype", "shape", "elements", "slices")
+    for name, entry in manifest.tensors.items():
+        tensors.add_row(name, entry.dtype, str(list(entry.shape)), format_count(entry.num_elements), str(len(entry.slices)))
+    files = Table("file", "size", "SHA-256")
+    for name, file in manifest.files.items():
+        files.add_row(name, format_bytes(file.size_bytes), file.sha256[:16])
+    console.print(tensors, files)
+    console.print_json(json.dumps(values))
+
+
+def _inspected(folder: Path, manifest: Manifest, values: Any) -> dict[str, Any]:
+    def told(entry: TensorEntry) -> dict[str, Any]:
+        slices = [{"file": s.file, "offsets": s.box.offsets, "lengths": s.box.lengths} for s in entry.slices]
+        return {"dtype": entry.dtype, "shape": entry.shape, "size_bytes": entry.num_bytes, "slices": slices}
+
+    return {
+        "path": str(folder),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "written_by": manifest.written_by,
+        "values": values,
+        "files": {name: {"size_bytes": f.size_bytes, "sha256": f.sha256} for name, f in manifest.files.items()},
+        "tensors": {name: told(entry) for name, entry in manifest.tensors.items()},
+    }
+
+
+def _verified(folder: Path, *, quiet: bool) -> dict[str, Any]:
+    """One checkpoint's faults, with a bar on standard error while it is hashed."""
+    began = time.monotonic()
+    console = Console(stderr=True, quiet=quiet)
+    columns = (TextColumn(folder.name), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("hashing", total=_size_on_disk(folder))
+        manifest, faults = verify_checkpoint(folder, on_block=lambda count: progress.advance(task, count))
+    named = StepFolder.of(folder)
+    if manifest is not None and named is not None and named.step != manifest.step:
+        faults = [*faults, f"its manifest is of step {manifest.step}"]
+    return {
+        "name": folder.name,
+        "size_bytes": manifest.num_bytes if manifest is not None else None,
+        "seconds": round(time.monotonic() - began, 3),
+        "faults": faults,
+    }
+
+
+def _size_on_disk(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.iterdir())
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """A folder that is one checkpoint: it has its name, or a manifest."""
+    return path.is_dir() and (StepFolder.of(path) is not None or (path / MANIFEST_NAME).exists())
+
+
+def _root_of(path: Path) -> Path:
+    """The folder of checkpoints that a path means.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    for root in (path, path / "checkpoints"):
+        if step_folders(root):
+            return root
+    problem = "there is no checkpoint here" if path.is_dir() else "no such folder"
+    raise CheckpointError(problem, field="PATH", got=str(path), allowed="a step-... folder, what holds some, or a run's folder")
+
+
+def _print_json(told: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION} | told) + "\n")
