@@ -22,7 +22,9 @@ def export_command(
         str, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the precision of the training.")
     ] = "auto",
     checkpoint: CheckpointChoice = "latest",
-    max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Decimal gigabytes of one weights file at most.")] = 5.0,
+    max_shard_gb: Annotated[
+        float, typer.Option("--max-shard-gb", min=0.001, help="Decimal gigabytes of one weights file at most.")
+    ] = 5.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds something already.")] = False,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Load the folder with transformers and compare logits before it is done.")

@@ -35,7 +35,7 @@ def generate_command(
     # Torch comes in only now, so that --help answers at once.
     import torch
 
-    from shardwright.train.generate import Sampling, complete
+    from shardwright.train.generate import Sampling, complete, encode_prompt
     from shardwright.train.source import choose_device, choose_dtype, load_decoder, open_source
 
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -51,6 +51,7 @@ def generate_command(
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    encode_prompt(decoder, tokenizer, prompt)  # a prompt that is refused is not echoed first
     show(prompt)
     began = time.perf_counter()
     completion = complete(

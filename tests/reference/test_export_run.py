@@ -1,0 +1,62 @@
+"""`shardwright export RUN`: the folder is held to transformers before it is called done."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardwright.cli.main import run as shardwright
+from shardwright.errors import CheckFailed, ExitCode
+from shardwright.train.export import check_with_transformers, expected_logits, export_source
+from shardwright.train.source import load_decoder, open_source
+from tests.unit.train.finished import make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "made", precision="fp32").path
+
+
+def test_an_exported_run_is_loaded_by_transformers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert shardwright(["export", str(run), "--out", str(out), "--json", "--max-shard-gb", "0.001"]) == ExitCode.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert told["checked"] is True
+    theirs, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
+    assert theirs.dtype == torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("abcadefj", return_tensors="pt").input_ids
+    assert ids.tolist() == [open_source(run).load_tokenizer().encode("abcadefj")]
+    decoder = load_decoder(open_source(run), device=torch.device("cpu"), dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, decoder(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_the_check_sees_one_weight(run: Path, tmp_path: Path) -> None:
+    """One matrix that lies transposed in the file is seen, and a tensor that transformers misses."""
+    source = open_source(run)
+    export_source(source, tmp_path / "good", dtype=torch.float32)
+    assert check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32)) < 1e-5
+
+    def swapped(name: str) -> torch.Tensor:
+        return source.read(name).T if name == "model.layers.1.self_attn.q_proj.weight" else source.read(name)
+
+    export_source(replace(source, read=swapped), tmp_path / "swapped", dtype=torch.float32, check=False)
+    with pytest.raises(CheckFailed, match="logits differ"):
+        check_with_transformers(tmp_path / "swapped", expected_logits(source, torch.float32))
+    config = tmp_path / "good" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(CheckFailed, match=r"missing_keys.*model\.layers\.2\."):
+        check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32))
+
+
+def test_a_failed_check_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.train.export.TOLERANCE", -1.0)
+    assert shardwright(["export", str(run), "--out", str(tmp_path / "out")]) == ExitCode.CHECK_FAILED
+    assert not list(tmp_path.iterdir())

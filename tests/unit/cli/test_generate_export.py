@@ -1,0 +1,75 @@
+"""The verbs `generate` and `export`: what they print, and how they end. Exports held to transformers are tests/reference's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import run as shardwright
+from shardwright.errors import ExitCode
+from tests.unit.train.finished import make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "made").path
+
+
+def test_text_goes_to_standard_output(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardwright(["generate", str(run), "--prompt", "abc", "--max-new-tokens", "7"]) == ExitCode.DONE
+    captured = capsys.readouterr()
+    assert captured.out.startswith("abc")
+    assert len(captured.out) == 3 + 7 + 1
+    assert "7 tokens" in captured.err
+    assert "--max-new-tokens 7" in captured.err
+
+
+def test_generate_json_is_one_object(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(run), "--prompt", "abc", "--max-new-tokens", "100", "--checkpoint", "best", "--json"]
+    assert shardwright(words) == ExitCode.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["step"], told["prompt"], told["stopped"]) == (1, 2, "abc", "positions")
+    assert len(told["text"]) == told["num_new_tokens"] == 24 + 1 - 3
+    assert shardwright([*words, "--slide"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out)["num_new_tokens"] == 100
+
+
+def test_an_exported_run_generates_what_the_run_does(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert shardwright(["export", str(run), "--out", str(out), "--dtype", "fp32", "--no-check", "--json"]) == ExitCode.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["step"], told["dtype"], told["checked"]) == (1, 3, "fp32", False)
+    texts = []
+    for source in (run, out):
+        assert shardwright(["generate", str(source), "--prompt", "abc", "--seed", "5", "--json"]) == ExitCode.DONE
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -> None:
+    assert shardwright(["export", str(run), "--out", str(tmp_path / "out"), "--no-check"]) == ExitCode.DONE
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["generate", "RUN", "--prompt", "abcX"], "does not know this character"),
+        (["generate", "RUN", "--prompt", "a" * 25], "longer than the model's positions"),
+        (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
+        (["generate", "RUN", "--prompt", "a", "--checkpoint", "9"], "no such checkpoint"),
+        (["generate", "RUN", "--prompt", "a", "--dtype", "int4"], "no such precision"),
+        (["generate", "nowhere", "--prompt", "a"], "no model here"),
+        (["export", "RUN", "--out", "TAKEN"], "holds something already"),
+        (["export", "RUN", "--out", "x", "--max-shard-gb", "0"], "max-shard-gb"),
+    ],
+)
+def test_wrong_input(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    words = [{"RUN": str(run), "TAKEN": str(run)}.get(word, word) for word in words]
+    assert shardwright(words) == ExitCode.WRONG_INPUT
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
