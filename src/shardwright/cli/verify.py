@@ -94,6 +94,7 @@ def _show(report: Report, console: Console) -> None:
         highlight=False,
     )
     table = Table("layout", "dtype", "closest to its limit", "error", "cases")
+    table.columns[2].overflow = "fold"
     for layout, dtype in dict.fromkeys((cell.layout, cell.dtype) for cell in report.cells):
         cells = [cell for cell in report.cells if (cell.layout, cell.dtype) == (layout, dtype)]
         table.add_row(str(layout).replace(",", ", "), dtype, *_worst(cells), _verdict(cells))

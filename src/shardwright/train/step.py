@@ -5,10 +5,10 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -83,6 +83,12 @@ class StepTimes:
         return total
 
 
+def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Supervised tokens of a step over all its micro-batches and all ranks: an int64 scalar on the device."""
+    tokens = torch.tensor(sum(batch.num_supervised for batch in micro_batches), dtype=torch.int64, device=model.device)
+    return model.sum_over_data(tokens)
+
+
 def accumulate_gradients(
     model: ParallelModel,
     micro_batches: Sequence[MicroBatch],
@@ -106,8 +112,7 @@ def accumulate_gradients(
     """
     times = times or StepTimes(torch.device("cpu"))
     times.start()
-    tokens = torch.tensor(sum(batch.num_supervised for batch in micro_batches), dtype=torch.int64, device=model.device)
-    model.sum_over_data(tokens)
+    tokens = count_supervised(model, micro_batches)
     # Where nothing is supervised the sum is zero, and so are its gradients: dividing by one keeps them zero and not nan.
     scale = loss_scale / tokens.clamp(min=1).to(torch.float64)
     loss_sum: Tensor | None = None
@@ -155,7 +160,7 @@ def update(
     gradients = model.gradients()
     norm = global_norm(gradients, model.sum_over) / loss_scale
     gradient_norm = float(norm)
-    skipped = not math.isfinite(gradient_norm)
+    skipped = not isfinite(gradient_norm)
     if scaler is not None:
         skipped = scaler.update(skipped)
     if not skipped:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch, step_micro_batches
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
@@ -25,7 +26,7 @@ from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plan import Plan
 from shardwright.train.step import StepLoss, accumulate_gradients, update
-from shardwright.verify.oracle import LEARNING_RATES, NUM_STEPS, SGD_LEARNING_RATE, WEIGHT_DECAY, Problem
+from shardwright.verify.oracle import GRADIENT_STEPS, LEARNING_RATES, NUM_STEPS, SGD_LEARNING_RATE, WEIGHT_DECAY, Problem
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 NEARLY_ZERO = 1e-8
@@ -59,7 +60,7 @@ def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation:
         findings = _verify_sgd(problem, layout, reference)
         if problem.dtype == "float64":
             findings += _verify_adamw(problem, layout, reference)
-        findings += _verify_skip(problem, layout)
+        findings += _verify_odd_steps(problem, layout)
     return findings
 
 
@@ -72,8 +73,8 @@ def _verify_sgd(problem: Problem, layout: Layout, reference: dict[str, Tensor]) 
     findings, losses, norms = [], [], []
     for step in range(NUM_STEPS):
         loss = _accumulate(problem, layout, model, step)
-        if step == 0:
-            findings.append(_compare_gradients(model, reference, allowed))
+        if step in GRADIENT_STEPS:
+            findings.append(_compare_gradients(model, reference, step, allowed))
         done = update(model, optimizer, learning_rate=SGD_LEARNING_RATE, max_grad_norm=None)
         losses.append(loss.mean())
         norms.append(done.gradient_norm)
@@ -90,11 +91,11 @@ def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]
     section = problem.optimizer.model_copy(update={"name": "adamw"})
     optimizer = build_optimizer(model.named_parameters(), section, learning_rate=LEARNING_RATES[0], weight_decay=WEIGHT_DECAY)
     scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=_LOSS_SCALE), model.any_rank)
-    max_grad_norm = float(reference["max_grad_norm"])
+    max_grad_norms = reference["max_grad_norm"].tolist()
     norms, rates = [], []
     for step, rate in enumerate(LEARNING_RATES):
         _accumulate(problem, layout, model, step, loss_scale=scaler.scale)
-        done = update(model, optimizer, learning_rate=rate, max_grad_norm=max_grad_norm, scaler=scaler)
+        done = update(model, optimizer, learning_rate=rate, max_grad_norm=max_grad_norms[step], scaler=scaler)
         norms.append(done.gradient_norm)
         rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
     return [
@@ -104,19 +105,36 @@ def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]
     ]
 
 
-def _verify_skip(problem: Problem, layout: Layout) -> list[Finding]:
-    """A gradient that is not finite on one rank: every rank skips, no weight moves, and the next step is taken."""
+def _verify_odd_steps(problem: Problem, layout: Layout) -> list[Finding]:
+    """A gradient that is not finite on one rank, which every rank skips; a step that supervises nothing; then a common one."""
     model = _build(problem, layout)
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     spoiled = layout.world_size - 1
     _accumulate(problem, layout, model, 0, loss_scale=math.inf if _rank(layout) == spoiled else 1.0)
     bad = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
-    moved = sum(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    wrong = [not bad.skipped, math.isfinite(bad.gradient_norm), _moved(model, before)]
+    findings = [Finding("skips together", f"rank {spoiled} not finite", float(sum(wrong)), 0.0)]
+
+    unsupervised = [
+        replace(batch, labels_BT=torch.full_like(batch.labels_BT, IGNORED_LABEL), num_supervised=0)
+        for batch in _micro_batches(problem, layout, 0)
+    ]
+    loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)
+    empty = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    wrong = [loss.mean() != 0.0, empty.skipped, empty.gradient_norm != 0.0, _moved(model, before)]
+    findings.append(Finding("stands still", "nothing supervised", float(sum(wrong)), 0.0))
+
     _accumulate(problem, layout, model, 0)
     good = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
-    wrong = [not bad.skipped, math.isfinite(bad.gradient_norm), moved > 0, good.skipped, not math.isfinite(good.gradient_norm)]
-    return [Finding("skips together", f"rank {spoiled} not finite", float(sum(wrong)), 0.0)]
+    wrong = [good.skipped, not math.isfinite(good.gradient_norm), not _moved(model, before)]
+    findings.append(Finding("goes on", "after both", float(sum(wrong)), 0.0))
+    return findings
+
+
+def _moved(model: ParallelModel, before: dict[str, Tensor]) -> bool:
+    """Whether any bit of this rank's weights differs (nan differs)."""
+    return any(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 def _rank(layout: Layout) -> int:
@@ -161,15 +179,18 @@ def _accumulate(problem: Problem, layout: Layout, model: ParallelModel, step: in
     return accumulate_gradients(model, _micro_batches(problem, layout, step), seed=problem.seed, step=step, loss_scale=loss_scale)
 
 
-def _compare_gradients(model: ParallelModel, reference: dict[str, Tensor], allowed: float) -> Finding:
-    wanted = {name.removeprefix("gradient."): tensor for name, tensor in reference.items() if name.startswith("gradient.")}
-    scale = float(reference["norm"][0])
+def _compare_gradients(model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float) -> Finding:
+    wanted = _select(reference, f"gradient.{step}.")
     pairs = ((name, model.full_gradient(name), wanted.get(name)) for name, _ in model.named_parameters())
-    return _worst("gradient", pairs, wanted, scale, allowed)
+    return _worst("gradient", pairs, wanted, float(reference["norm"][step]), allowed)
+
+
+def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _compare_weights(quantity: str, model: ParallelModel, reference: dict[str, Tensor], run: str, allowed: float) -> Finding:
-    wanted = {name.removeprefix(f"{run}."): tensor for name, tensor in reference.items() if name.startswith(f"{run}.")}
+    wanted = _select(reference, f"{run}.")
     scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in wanted.values()))
     pairs = ((name, model.full_parameter(name), wanted.get(name)) for name, _ in model.named_parameters())
     return _worst(quantity, pairs, wanted, scale, allowed)

@@ -23,12 +23,14 @@ from shardwright.verify.cases import Case, Dtype
 from shardwright.verify.data import UnevenDataset
 
 NUM_STEPS = 3
+GRADIENT_STEPS = (0, NUM_STEPS - 1)
+"""Steps whose raw gradients are compared: an engine may arrange its buffers anew after the first, as DDP does its buckets."""
 SGD_LEARNING_RATE = 0.3
 LEARNING_RATES = (1e-3, 3e-3, 5e-4)
 """AdamW's, one per step, so that a stale one shows."""
 WEIGHT_DECAY = 0.1
-CLIP_SHARE = 0.5
-"""AdamW's steps are clipped to this share of the first step's norm, so clipping acts."""
+CLIP_SHARES = (0.5, 8.0, 0.7)
+"""AdamW's steps are clipped to these shares of the first step's norm: clipping acts, does not act, acts."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Problem:
 def write_reference(problem: Problem, path: Path) -> None:
     """Compute the reference and write it as safetensors.
 
-    Tensors: `loss` and `norm` [steps] of the SGD run, `adamw_norm` [steps], `max_grad_norm`, and per parameter `gradient.NAME`
-    (raw, of the first step; absent where frozen), `sgd.NAME` and `adamw.NAME` (weights after all steps).
+    Tensors: `loss` and `norm` [steps] of the SGD run, `adamw_norm` and `max_grad_norm` [steps], and per parameter
+    `gradient.STEP.NAME` (raw, in the SGD run; absent where frozen), `sgd.NAME` and `adamw.NAME` (weights after all steps).
     """
     tensors: dict[str, Tensor] = {}
     decoder = _build(problem)
@@ -68,14 +70,14 @@ def write_reference(problem: Problem, path: Path) -> None:
     for step in range(NUM_STEPS):
         losses.append(_differentiate(decoder, problem, step))
         norms.append(_norm(decoder))
-        if step == 0:
-            tensors |= {f"gradient.{n}": p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+        if step in GRADIENT_STEPS:
+            tensors |= {f"gradient.{step}.{n}": p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
         with torch.no_grad():
             for parameter in decoder.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(SGD_LEARNING_RATE * parameter.grad)
     tensors |= {f"sgd.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-    max_grad_norm = CLIP_SHARE * norms[0]
+    max_grad_norms = [share * norms[0] for share in CLIP_SHARES]
 
     decoder = _build(problem)
     adamw_norms = []
@@ -83,9 +85,9 @@ def write_reference(problem: Problem, path: Path) -> None:
     for step in range(NUM_STEPS):
         _differentiate(decoder, problem, step)
         adamw_norms.append(_norm(decoder))
-        _adamw(decoder, moments, problem.optimizer, step, min(1.0, max_grad_norm / (adamw_norms[-1] + 1e-6)))
+        _adamw(decoder, moments, problem.optimizer, step, min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)))
     tensors |= {f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-    as_double = {"loss": losses, "norm": norms, "adamw_norm": adamw_norms, "max_grad_norm": max_grad_norm}
+    as_double = {"loss": losses, "norm": norms, "adamw_norm": adamw_norms, "max_grad_norm": max_grad_norms}
     tensors |= {name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 

@@ -1,0 +1,102 @@
+"""Known wrong gradients are put back one at a time; the verifier must fail on each, where docs/silent-bugs.md says it does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from shardwright.layout import Layout
+from shardwright.verify.cases import Case
+from shardwright.verify.cell import Mutation
+from shardwright.verify.matrix import Report, shape_of, verify
+from tests.multiprocess import mutations as m
+from tests.multiprocess.models import LLAMA, recipe_of
+from tests.multiprocess.pool import RankPool
+
+DDP = Layout(dp_replicate=2, bucket_size_bytes=2048)
+ZERO_1 = Layout(dp_shard=2, zero_stage=1)
+ZERO_2 = Layout(dp_shard=2, zero_stage=2)
+ZERO_3 = Layout(dp_shard=2, zero_stage=3)
+HYBRID = Layout(dp_replicate=2, dp_shard=2, zero_stage=2)
+
+PLAIN = Case(accumulation=1, documents=False)
+ACCUMULATED = Case(accumulation=2)
+TIED = Case(accumulation=2, tied=True)
+DROPPING = Case(accumulation=2, recompute="full", dropout=True)
+
+
+class Bug(NamedTuple):
+    """A mutation, a cell that must catch it, and the comparison that does."""
+
+    mutation: Mutation
+    layout: Layout
+    case: Case
+    caught_by: str
+
+
+BUGS = [
+    Bug(m.mean_of_means_over_accumulation, DDP, ACCUMULATED, "gradient"),
+    Bug(m.tokens_counted_per_rank, ZERO_3, PLAIN, "gradient"),
+    Bug(m.normaliser_forgets_an_axis, HYBRID, PLAIN, "gradient"),
+    Bug(m.a_batch_reports_no_tokens, ZERO_2, ACCUMULATED, "gradient"),
+    Bug(m.rescaled_by_accumulation, ZERO_1, ACCUMULATED, "gradient"),
+    Bug(m.final_scaling_skipped, DDP, PLAIN, "gradient"),
+    Bug(m.gradients_averaged_by_ddp, DDP, PLAIN, "gradient"),
+    Bug(m.gradients_averaged_by_fsdp, ZERO_3, PLAIN, "gradient"),
+    Bug(m.replicas_not_summed, HYBRID, ACCUMULATED, "gradient"),
+    Bug(m.a_bucket_of_one_is_not_reduced, DDP, PLAIN, "gradient"),
+    Bug(m.last_micro_batch_after_the_reduction, DDP, ACCUMULATED, "gradient"),
+    Bug(m.last_micro_batch_after_the_reduction, HYBRID, ACCUMULATED, "gradient"),
+    Bug(m.embedding_counted_once, ZERO_3, TIED, "gradient"),
+    Bug(m.norm_of_the_own_shard, ZERO_3, PLAIN, "norm"),
+    Bug(m.norm_counts_copies, HYBRID, PLAIN, "norm"),
+    Bug(m.norm_of_some_layers, DDP, PLAIN, "norm"),
+    Bug(m.clipped_per_group, ZERO_2, PLAIN, "weights after AdamW"),
+    Bug(m.clip_also_enlarges, DDP, PLAIN, "weights after AdamW"),
+    Bug(m.clip_by_the_square, ZERO_3, PLAIN, "weights after AdamW"),
+    Bug(m.infinite_gradients_are_clipped, ZERO_1, PLAIN, "skips together"),
+    Bug(m.each_rank_decides_to_skip, DDP, PLAIN, "skips together"),
+    Bug(m.zero_norm_divides, DDP, PLAIN, "stands still"),
+    Bug(m.no_tokens_divide, ZERO_3, PLAIN, "stands still"),
+    Bug(m.clip_eats_an_iterator, DDP, PLAIN, "weights after AdamW"),
+    Bug(m.buckets_share_a_buffer, DDP, PLAIN, "gradient"),
+    Bug(m.gradients_alias_parameters, ZERO_3, PLAIN, "gradient"),
+    Bug(m.stale_parameters_are_kept, ZERO_2, PLAIN, "loss"),
+    Bug(m.padding_is_summed, Layout(dp_shard=3, zero_stage=3), PLAIN, "norm"),
+    Bug(m.some_gradients_keep_the_loss_scale, ZERO_1, PLAIN, "weights after AdamW"),
+    Bug(m.loss_scale_is_not_divided, ZERO_3, PLAIN, "norm under clipping"),
+    Bug(m.gradients_are_not_dropped, DDP, PLAIN, "weights after SGD"),
+    Bug(m.gradients_are_not_dropped, ZERO_3, PLAIN, "weights after SGD"),
+    Bug(m.dropout_depends_on_the_place_in_the_batch, DDP, DROPPING, "gradient"),
+    Bug(m.dropout_depends_on_the_rank, ZERO_3, DROPPING, "gradient"),
+    Bug(m.dropout_differs_when_recomputed, ZERO_2, DROPPING, "gradient"),
+    Bug(m.layers_number_themselves_locally, ZERO_3, DROPPING, "gradient"),
+    Bug(m.documents_see_each_other, ZERO_3, ACCUMULATED, "gradient"),
+    Bug(m.one_group_keeps_its_learning_rate, ZERO_1, PLAIN, "learning rates"),
+    Bug(m.groups_collide, ZERO_3, PLAIN, "weights after AdamW"),
+    Bug(m.every_rank_reads_the_same, DDP, PLAIN, "gradient"),
+    Bug(m.the_cursor_stands_still, ZERO_3, PLAIN, "weights after SGD"),
+    Bug(m.schedule_steps_once_per_rank, DDP, PLAIN, "learning rates"),
+]
+
+
+def _verify(ranks: RankPool, layout: Layout, case: Case, mutation: Mutation) -> Report:
+    recipe = recipe_of(LLAMA)
+    return verify(recipe, shape_of(recipe), [layout], [case], ["float64"], sequence_length=12, pool=ranks, mutation=mutation)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
+def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
+    report = _verify(ranks, bug.layout, bug.case, bug.mutation)
+    (cell,) = report.cells
+    assert not report.passed
+    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
+    failed = {finding.quantity for finding in cell.findings if not finding.passed}
+    assert bug.caught_by in failed
+
+
+@pytest.mark.parametrize(("layout", "case"), sorted({(bug.layout, bug.case) for bug in BUGS}, key=str), ids=str)
+def test_without_a_bug_the_same_cells_pass(ranks: RankPool, layout: Layout, case: Case) -> None:
+    report = _verify(ranks, layout, case, m.nothing)
+    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
