@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.commit import StepFolder, in_order_of_trust
 from shardwright.checkpoint.disk import BLOCK_BYTES, open_regular, read_small
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.header import StoredTensor, read_header
@@ -30,7 +29,7 @@ from shardwright.checkpoint.manifest import (
     read_manifest_text,
 )
 from shardwright.checkpoint.pieces import DTYPE_NAMES, HeldTensor, held_tensor
-from shardwright.checkpoint.verify import Refused, WholeCheckpoint, faults_of_files, faults_of_folder, share_of_files
+from shardwright.checkpoint.verify import Refused, WholeCheckpoint, candidates, faults_of_files, faults_of_folder, share_of_files
 from shardwright.errors import CheckpointError, ShardwrightError
 
 logger = logging.getLogger(__name__)
@@ -48,18 +47,19 @@ def newest_checkpoint(root: str | Path, *, group: dist.ProcessGroup | None = Non
     of the answer was hashed, each file by one rank; `load_checkpoint` takes the answer without hashing again.
     """
     ranks = Ranks(group)
-    names = [folder.path.name for folder in in_order_of_trust(Path(root))] if ranks.is_first else None
-    refused: list[Refused] = []
-    for name in ranks.from_first(names):
+    paths, refused = candidates(Path(root)) if ranks.is_first else ([], [])
+    told = ranks.from_first([[path.name for path in paths], [[lost.path.name, lost.reason] for lost in refused]])
+    refused = [Refused(Path(root) / name, reason) for name, reason in told[1]]
+    for name in told[0]:
         path = Path(root) / name
         manifest, faults = _verified(ranks, path)
         if manifest is not None and not faults:
             found = WholeCheckpoint(path, manifest, tuple(refused))
             if refused and ranks.is_first:
-                steps = refused[0].path.name
-                logger.warning("falling back from %s to %s: %s", steps, path.name, "; ".join(map(str, refused)))
+                lost = "; ".join(map(str, refused))
+                logger.warning("falling back from %s to %s: %s", refused[0].path.name, path.name, lost)
             return found
-        refused.append(Refused(path, "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else "")))
+        refused.append(Refused.because(path, faults))
     if refused and ranks.is_first:
         logger.warning("no checkpoint of %s can be taken: %s", root, "; ".join(map(str, refused)))
     return None
@@ -84,11 +84,8 @@ def _verified(ranks: Ranks, path: Path) -> tuple[Manifest | None, list[str]]:
     if ranks.is_first:
         try:
             told["text"] = read_manifest_text(path).decode("utf-8", errors="strict")
-            named = StepFolder.of(path)
             manifest = parse_manifest(told["text"].encode(), path)
             told["faults"] = faults_of_folder(path, manifest)
-            if named is not None and named.step != manifest.step:
-                told["faults"].append(f"its manifest is of step {manifest.step}")
         except ShardwrightError as error:
             told["faults"] = [getattr(error, "problem", str(error))]
         except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.checkpoint.commit import in_order_of_trust
+from shardwright.checkpoint.commit import LATEST, StepFolder, in_order_of_trust, read_pointer
 from shardwright.checkpoint.disk import hash_file
 from shardwright.checkpoint.header import read_header
 from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, Manifest, read_manifest
@@ -20,6 +20,11 @@ class Refused:
 
     path: Path
     reason: str
+
+    @classmethod
+    def because(cls, path: Path, faults: list[str]) -> Refused:
+        """With the first few of its faults."""
+        return cls(path, "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else ""))
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.reason}"
@@ -40,10 +45,13 @@ class WholeCheckpoint:
 
 
 def faults_of_folder(folder: Path, manifest: Manifest) -> list[str]:
-    """What a folder's names have too little or too much, against its manifest; nothing is opened."""
+    """What a folder's own name and those in it have that its manifest does not say, or lack; nothing is opened."""
     wanted = {*manifest.files, MANIFEST_NAME, MANIFEST_HASH_NAME}
     with os.scandir(folder) as entries:
         there = {entry.name: entry for entry in entries}
+    named = StepFolder.of(folder)
+    if named is not None and named.step != manifest.step:
+        return [f"its manifest is of step {manifest.step}"]
     faults = [f"{name} is missing" for name in sorted(wanted - set(there))]
     faults += [f"{name} is surplus" for name in sorted(set(there) - wanted)]
     faults += [
@@ -118,14 +126,19 @@ def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
     return mine
 
 
+def candidates(root: Path) -> tuple[list[Path], list[Refused]]:
+    """Folders in the order in which to try them, and what is lost already: a folder that `latest` names and that is gone."""
+    folders, latest = in_order_of_trust(root), read_pointer(root, LATEST)
+    lost = [] if latest is None or latest in folders else [Refused(latest.path, "latest names it, but there is no such folder")]
+    return [folder.path for folder in folders], lost
+
+
 def newest_whole(root: Path) -> tuple[WholeCheckpoint | None, list[Refused]]:
     """The newest whole checkpoint of a root, in one process, and those that were tried before it and refused."""
-    refused: list[Refused] = []
-    for candidate in in_order_of_trust(root):
-        manifest, faults = verify_checkpoint(candidate.path)
-        if manifest is not None and not faults and manifest.step != candidate.step:
-            faults = [f"its manifest is of step {manifest.step}"]
+    paths, refused = candidates(root)
+    for path in paths:
+        manifest, faults = verify_checkpoint(path)
         if manifest is not None and not faults:
-            return WholeCheckpoint(candidate.path, manifest, tuple(refused)), refused
-        refused.append(Refused(candidate.path, "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else "")))
+            return WholeCheckpoint(path, manifest, tuple(refused)), refused
+        refused.append(Refused.because(path, faults))
     return None, refused

@@ -1,0 +1,34 @@
+"""A small checkpoint of one process, made once and copied."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.checkpoint.save import save_checkpoint
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    return {
+        "model.embedding": torch.arange(60, dtype=torch.float32).view(12, 5),
+        "model.norm": torch.ones(5, dtype=torch.bfloat16),
+        "optimizer.step": torch.tensor(3),
+    }
+
+
+@pytest.fixture(scope="session")
+def prepared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 10, 20, 30; 10 is the best."""
+    root = tmp_path_factory.mktemp("prepared") / "checkpoints"
+    for step in (10, 20, 30):
+        save_checkpoint(root, step, some_tensors(), {"step": step, "note": "ü"}, best=step == 10)
+    return root
+
+
+@pytest.fixture
+def root(prepared_root: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(prepared_root, tmp_path / "checkpoints"))
