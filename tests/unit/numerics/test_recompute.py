@@ -147,3 +147,27 @@ def test_evaluation_keeps_nothing() -> None:
     assert runner is not None
     with torch.no_grad():
         assert not runner(TinyBlock(), torch.randn(B, T, D), 0.5).requires_grad
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, at the import of its compiler
+def test_compiled_with_recompute_inside_attention_runs_once_under_selective_and_twice_under_full() -> None:
+    torch.manual_seed(0)
+    block, x_BTD = TinyBlock(), torch.randn(B, T, D, requires_grad=True)
+    counts = {}
+    kinds: tuple[RecomputeKind, ...] = ("selective", "full")
+    for kind in kinds:
+        runner = recompute_runner(kind)
+        assert runner is not None
+
+        @torch.compile
+        def compiled(x_BTD: Tensor, run: Any = runner) -> Any:
+            return run(block, x_BTD, 0.5)
+
+        compiled(x_BTD).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(x_BTD).sum().backward()
+        counts[kind] = {event.key: event.count for event in profile.key_averages()}[
+            "aten::_scaled_dot_product_flash_attention_for_cpu"
+        ]
+    assert counts == {"selective": 1, "full": 2}
