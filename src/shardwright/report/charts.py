@@ -119,7 +119,7 @@ def _chart_loss(runs: Sequence[Run], axis: _Axis) -> Chart:
         f" Bold: mean over {2 * width + 1} steps; faint: every step." if width else ""
     )
     note += " Dots: validation." if points else ""
-    note += f" {clipped:,} steps lie outside the frame." if clipped else ""
+    note += _outside(clipped)
     resumed = sorted({e.step or 0 for run in runs for e in run.log.of(Resumed)}) if alone else []
     marks = tuple((float(step), "resumed") for step in resumed[:6]) if not axis.by_tokens else ()
     # The first steps fall far and fast; where they would flatten the rest, the scale is logarithmic.
@@ -132,6 +132,10 @@ def _chart_loss(runs: Sequence[Run], axis: _Axis) -> Chart:
 def _smoothing_note(runs: Sequence[Run]) -> str:
     width = max(run.smoothing for run in runs)
     return f"Bold: mean over {2 * width + 1:,} steps; faint: every step." if width else ""
+
+
+def _outside(clipped: int) -> str:
+    return f" {clipped:,} step{'s lie' if clipped > 1 else ' lies'} outside the frame." if clipped else ""
 
 
 def _validation_at_steps(run: Run) -> Floats:

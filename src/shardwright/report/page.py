@@ -19,7 +19,7 @@ from shardwright.report.runs import Run, summarise
 from shardwright.report.timeline import list_history, svg_timeline
 from shardwright.telemetry.events import Failed, SkippedStep, Warned
 from shardwright.telemetry.sinks import describe
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
 
 _WIDTHS = {"large": (1116, 380), "medium": (560, 290), "narrow": (350, 250)}
 """Drawn three times, so that text keeps its size from a phone to a desk; the page's style picks one by the room there is."""
@@ -231,7 +231,7 @@ def _render_setup(run: Run, *, name_it: bool) -> str:
         "batch": f"{start.global_batch_tokens:,} tokens per step",
         "parameters": f"{start.num_parameters:,}",
         "model FLOPs per token": format_count(start.flops_per_token) if start.flops_per_token else "not recorded",
-        "matmul ceiling": f"{start.matmul_flops_per_second / 1e12:.3g} TFLOP/s per device"
+        "matmul ceiling": f"{format_flops_per_second(start.matmul_flops_per_second)} per device"
         if start.matmul_flops_per_second
         else "not measured",
         "versions": ", ".join(f"{name} {version}" for name, version in start.versions.items()),

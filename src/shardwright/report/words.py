@@ -91,5 +91,7 @@ def _memory(peaks: Sequence[int]) -> str | None:
 
 def _history(summary: dict[str, Any]) -> str | None:
     names = ("checkpoints", "resumes", "skipped_steps", "withdrawn_steps")
-    told = [f"{summary[name]:,} {name.replace('_', ' ')}" for name in names if summary[name]]
+    told = [
+        f"{count:,} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}" for name in names if (count := summary[name])
+    ]
     return ", ".join(told) or None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Protocol, TextIO
 
 from shardwright.telemetry.events import (
@@ -50,9 +50,11 @@ def describe(event: Event, progress: Progress | None = None) -> str:
     """The event as one plain line, without the time. `progress` adds the time left to a step."""
     match event:
         case RunStarted():
+            devices = _count_devices(event.devices)
+            host = "" if event.host in devices else f" on {event.host}"
             return (
                 f"{event.name}: {format_count(event.num_parameters)} parameters, layout {event.layout}, "
-                f"{_count_devices(event.devices)} on {event.host}, {event.total_steps:,} steps of "
+                f"{devices}{host}, {event.total_steps:,} steps of "
                 f"{format_count(event.global_batch_tokens)} tokens"
             )
         case Step():
@@ -65,7 +67,8 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             )
         case Checkpoint():
             size, seconds = format_bytes(event.size_bytes), format_seconds(event.seconds)
-            return f"checkpoint at step {event.step:,}  {event.path}  ({size} in {seconds})"
+            name = PurePath(event.path).name  # of the run folder's checkpoints: the whole path would fill the line
+            return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds})"
         case Resumed():
             return f"resumed at step {event.step:,} from {event.path}"
         case SkippedStep():

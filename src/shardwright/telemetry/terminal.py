@@ -57,24 +57,26 @@ class StatusLine:
         """Draw into the width there is."""
         progress = self.progress
         count = Text(f"{progress.step:,}/{progress.total_steps:,}")
-        fields = [
-            Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold")) if math.isfinite(progress.loss) else Text("")
-        ]
-        fields.append(Text.assemble(format_remaining(progress), (" left", "dim")) if format_remaining(progress) else Text(""))
+        known: list[tuple[str, Text]] = []  # in order of how much they are missed where it is narrow
+        if math.isfinite(progress.loss):
+            known.append(("loss", Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold"))))
+        left = format_remaining(progress)
+        if left:
+            known.append(("left", Text.assemble(left, (" left", "dim"))))
         if math.isfinite(progress.tokens_per_second):
-            fields.append(Text.assemble(format_count(progress.tokens_per_second), (" tokens/s", "dim")))
+            known.append(("speed", Text.assemble(format_count(progress.tokens_per_second), (" tokens/s", "dim"))))
         if self.memory_bytes:
-            fields.append(Text(format_bytes(self.memory_bytes)))
+            known.append(("memory", Text(format_bytes(self.memory_bytes))))
         if math.isfinite(progress.mfu):
-            fields.append(Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}"))
-        shown: list[Text] = []
+            known.append(("mfu", Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}")))
         room = options.max_width - _MIN_BAR_WIDTH - 2 - count.cell_len
-        for field in fields:  # in order of how much they are missed
-            if field.cell_len and field.cell_len + 2 <= room:
-                room -= field.cell_len + 2
-                shown.append(field)
-        if len(shown) > 1:
-            shown.append(shown.pop(1))  # the time left stands at the end
+        fitting = []
+        for name, text in known:
+            if text.cell_len + 2 <= room:
+                room -= text.cell_len + 2
+                fitting.append((name, text))
+        fitting.sort(key=lambda pair: pair[0] == "left")  # the time left stands at the end
+        shown = [text for _, text in fitting]
         line = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         bar = ProgressBar(
             total=max(1, progress.total_steps),
@@ -110,7 +112,8 @@ class Terminal:
             return
         if isinstance(event, RunFinished | Failed):
             self.close()  # the last word stands below the bar
-        self._console.print(Text(describe(event), style=_STYLES[type(event)]))
+        stopped_early = isinstance(event, RunFinished) and event.status != "completed"
+        self._console.print(Text(describe(event), style="yellow" if stopped_early else _STYLES[type(event)]))
         if isinstance(event, RunStarted | Resumed):
             self._draw(at_once=True)
 

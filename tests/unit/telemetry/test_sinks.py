@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -142,6 +143,19 @@ def test_the_bar_fits_its_terminal(width: int) -> None:
     assert "10/10" in plain
     assert "loss 2.5" in plain
     assert ("MFU" in plain) == (width >= 80)
+
+
+def test_the_time_left_stands_last_and_is_gone_at_the_end() -> None:
+    stream = TerminalStream()
+    terminal = Terminal(stream, width=100)
+    terminal.on_event(start_event(total_steps=3))
+    for step, last in ((1, "200 B"), (2, "left"), (3, "200 B")):
+        stream.truncate(0)
+        stream.seek(0)
+        terminal.on_event(step_event(step))
+        terminal._draw(at_once=True)
+        assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).rstrip().endswith(last)
+    terminal.close()
 
 
 def test_the_bar_survives_a_loss_that_is_not_finite() -> None:
