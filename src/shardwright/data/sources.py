@@ -104,8 +104,8 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
     files, passed_over = [], set()
     for parent, folders, names in os.walk(folder, onerror=stop):
         relative = Path(parent).relative_to(folder)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not _excluded(source, relative / name))
-        for name in sorted(names):
+        folders[:] = [name for name in folders if not name.startswith(".") and not _excluded(source, relative / name)]
+        for name in names:
             below = relative / name
             if name.startswith(".") or _excluded(source, below):
                 continue

@@ -115,12 +115,12 @@ def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(tmp_pat
 
 
 def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(cache, "STALE_SECONDS", 1.5)
     monkeypatch.setattr(cache, "HEARTBEAT_SECONDS", 0.05)
     order = []
 
     def slow(folder: Path) -> None:
-        time.sleep(1.5)
+        time.sleep(2.5)
         order.append("slow")
         write_answer(folder)
 
