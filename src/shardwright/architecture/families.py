@@ -75,7 +75,10 @@ def _padding_row(fields: Fields, default: int | None, vocab_size: int) -> int | 
     """The embedding row that starts at zero and that look-ups leave without gradient (torch.nn.Embedding's padding_idx)."""
     given = "pad_token_id" in fields
     row = fields.take("pad_token_id", default)
-    if row is None or (not given and row >= vocab_size):
+    if not given and row is not None and row >= vocab_size:
+        # The family's default is a token of its own vocabulary; transformers would trip over it in a smaller one.
+        fields.amended["pad_token_id"] = row = None
+    if row is None:
         return None
     if isinstance(row, bool) or not isinstance(row, int) or not -vocab_size <= row < vocab_size:
         raise ArchitectureError(

@@ -14,13 +14,14 @@ class Fields:
     """The fields of one config.json (or of a mapping inside it), each to be taken once.
 
     `refuse_rest` then fails on whatever was not taken, so that a feature that the decoder does not compute can never be
-    ignored.
+    ignored. `amended` holds fields that must be written back otherwise than they were read.
     """
 
     def __init__(self, content: Mapping[str, Any], prefix: str = "") -> None:
         self._content = dict(content)
         self._prefix = prefix
         self._taken: set[str] = set()
+        self.amended: dict[str, Any] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._content

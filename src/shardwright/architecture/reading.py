@@ -95,7 +95,8 @@ def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
             remedy=_family_remedy(family),
         )
     fields = Fields(content)
-    shape = replace(reader(fields), family=str(family), config=copy.deepcopy(content))
+    shape = reader(fields)
+    shape = replace(shape, family=str(family), config=copy.deepcopy(content | fields.amended))
     for name, values in OFF_FIELDS.items():
         if not fields.was_taken(name):
             fields.only(name, values, f"a {family} model does not have this feature here")

@@ -5,8 +5,6 @@ Legend: B sequences, T query tokens, S key tokens, R rotated features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,22 +14,30 @@ from shardwright.model.dropout import Dropout, DropoutKey
 from shardwright.model.rope import rope_tables
 
 
-@dataclass(frozen=True)
 class ForwardContext:
     """One forward pass, seen by a block.
 
-    A plain class and not a tuple or a mapping of tensors: FSDP2 casts the float tensors that it finds among a module's
-    inputs, and the tables must keep their precision.
+    A plain class, and neither a dataclass nor a collection: FSDP2 looks into those among a module's inputs and casts the
+    float tensors that it finds to the compute precision, but the tables must keep theirs.
 
     `masks` holds, per window, what is added to the scores (0 or -inf), `[B or 1, 1, T, S]`; None where plain causality (or,
     for a single new token, no mask at all) says it.
     """
 
-    rope_tables: tuple[tuple[Tensor, Tensor], ...]
-    masks: dict[int | None, Tensor | None]
-    dropout: Dropout | None
-    explicit: bool
-    cache: KeyValueCache | None
+    def __init__(
+        self,
+        *,
+        rope_tables: tuple[tuple[Tensor, Tensor], ...],
+        masks: dict[int | None, Tensor | None],
+        dropout: Dropout | None,
+        explicit: bool,
+        cache: KeyValueCache | None,
+    ) -> None:
+        self.rope_tables = rope_tables
+        self.masks = masks
+        self.dropout = dropout
+        self.explicit = explicit
+        self.cache = cache
 
 
 def build_context(

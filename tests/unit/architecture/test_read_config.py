@@ -118,6 +118,35 @@ def test_a_missing_size_is_not_guessed() -> None:
         assert caught.value.field == field
 
 
+def without(case: str, *fields: str) -> dict[str, Any]:
+    return {name: value for name, value in CASES[case].items() if name not in fields}
+
+
+def test_key_heads_are_guessed_only_where_transformers_takes_the_query_heads() -> None:
+    assert read_config(without("llama", "num_key_value_heads")).num_kv_heads == 4
+    assert read_config({**CASES["mistral-window"], "num_key_value_heads": None}).num_kv_heads == 4
+    for case in ("mistral-window", "qwen2", "qwen3", "gemma2", "smollm3"):
+        with pytest.raises(ArchitectureError, match="missing") as caught:
+            read_config(without(case, "num_key_value_heads"))
+        assert caught.value.field == "num_key_value_heads"
+
+
+@pytest.mark.parametrize(("case", "row"), [("llama", None), ("gemma2", 0), ("olmo2", 1), ("gpt2", None), ("gpt_neox", None)])
+def test_the_familys_padding_token_holds_where_the_file_is_silent(case: str, row: int | None) -> None:
+    shape = read_config(without(case, "pad_token_id"))
+    assert shape.padding_row == row
+    assert "pad_token_id" not in shape.to_config()
+
+
+@pytest.mark.parametrize(("case", "row"), [("smollm3", 128004), ("phi3", 32000)])
+def test_a_padding_token_outside_a_small_vocabulary_is_written_back_as_null(case: str, row: int) -> None:
+    config = without(case, "pad_token_id")
+    assert read_config(config | {"vocab_size": 130_000}).padding_row == row
+    shape = read_config(config)
+    assert shape.padding_row is None
+    assert shape.to_config() == config | {"pad_token_id": None}
+
+
 def test_width_must_be_divisible_by_heads() -> None:
     with pytest.raises(ArchitectureError, match="multiple of 4"):
         read_config({**LLAMA, "hidden_size": 50})
