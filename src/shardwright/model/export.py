@@ -226,7 +226,12 @@ def _move(partial: Path, out: Path) -> None:
     old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
     if out.exists():
         out.rename(old)
-    partial.rename(out)
+    try:
+        partial.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -171,6 +171,24 @@ def test_failure_half_way_leaves_the_old_folder_and_no_rubbish(tmp_path: Path) -
     assert sorted(tmp_path.iterdir()) == [out]
 
 
+def test_failure_of_the_last_move_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    write_folder(out, SHAPE, read)
+    before = tree(out)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(RunFailed, match="Input/output error"):
+        write_folder(out, SHAPE, read, dtype=torch.float32, overwrite=True)
+    assert tree(out) == before
+    assert sorted(tmp_path.iterdir()) == [out]
+
+
 def test_a_failed_check_leaves_nothing(tmp_path: Path) -> None:
     seen: list[set[str]] = []
 
