@@ -190,9 +190,7 @@ def _chart_value(
         clips = {limit for run in runs if (limit := _clip_norm(run)) is not None}
         rules = tuple((limit, f"clipped to {limit:g}") for limit in clips) if len(clips) == 1 else ()
     frame = Frame(x_label=axis.label, y_label=label, y_log=log, y_from_zero=from_zero, y_range=y_range, rules=rules)
-    note = (_smoothing_note(runs) if smoothed else "At every step.") + (
-        f" {clipped:,} steps lie outside the frame." if clipped else ""
-    )
+    note = (_smoothing_note(runs) if smoothed else "At every step.") + _outside(clipped)
     table = _tabulate(axis, runs, [(label, lambda run: run.curve(value))])
     return Chart(key, title, (*raw, *lines), frame, table, note, hover=tuple(lines))
 

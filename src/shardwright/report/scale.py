@@ -39,7 +39,7 @@ def pad_range(low: float, high: float, *, log: bool = False, share: float = 0.04
         high = max(high, low)
         factor = (high / low) ** share if high > low else 1.5
         return low / factor, high * factor
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value, but for rounding
         half = abs(low) * 0.05 or 0.5
         return low - half, low + half
     return low - share * (high - low), high + share * (high - low)
@@ -64,7 +64,8 @@ def find_ticks(low: float, high: float, count: int, *, log: bool = False) -> lis
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [round(index * step, 12) + 0.0 for index in range(first, last + 1)]
+    decimals = max(0, 2 - math.floor(math.log10(step)))
+    return [round(index * step, decimals) + 0.0 for index in range(first, last + 1)]  # + 0.0: no minus zero
 
 
 def write_ticks(ticks: list[float]) -> list[str]:

@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.report.runs import Run
 from shardwright.telemetry.events import (
     FILE_NAME,
     Checkpoint,
     Evaluation,
     Event,
+    EventLog,
     Failed,
     Resumed,
     RunFinished,
     SkippedStep,
     Step,
     Warned,
+    surviving,
 )
 from shardwright.telemetry.kinds import encode
 from tests.unit.telemetry.samples import start_event, step_event
@@ -74,17 +77,30 @@ def write_events(folder: Path, events: Iterable[Event]) -> Path:
     return folder
 
 
-def write_run(
-    folder: Path, steps: int, loss: Loss = falling, *, validation: Loss | None = None, every: int = 100, **start: Any
-) -> Path:
+def straight_events(
+    name: str, steps: int, loss: Loss, *, validation: Loss | None = None, every: int = 100, **start: Any
+) -> list[Event]:
     """A run that went straight through."""
-    events: list[Event] = [start_event(name=folder.name, total_steps=steps, **start)]
+    events: list[Event] = [start_event(name=name, total_steps=steps, **start)]
     for step in range(1, steps + 1):
         events.append(one_step(step, loss(step)))
         if validation is not None and step % every == 0:
             events.append(validate(step, validation(step)))
     events.append(RunFinished(step=steps, status="completed", total_seconds=steps * 0.5, total_tokens=steps * 64))
-    return write_events(folder, events)
+    return events
+
+
+def make_run(name: str, events: Iterable[Event]) -> Run:
+    """A run as `load_run` gives it, without the disk."""
+    listed = tuple(events)
+    return Run(Path(name), name, EventLog(Path(name) / FILE_NAME, listed), tuple(surviving(listed)))
+
+
+def write_run(
+    folder: Path, steps: int, loss: Loss = falling, *, validation: Loss | None = None, every: int = 100, **start: Any
+) -> Path:
+    """The folder of a run that went straight through."""
+    return write_events(folder, straight_events(folder.name, steps, loss, validation=validation, every=every, **start))
 
 
 def write_eventful_run(folder: Path, **start: Any) -> Path:

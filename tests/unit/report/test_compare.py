@@ -13,77 +13,77 @@ from shardwright.errors import InputError
 from shardwright.report.compare import Comparison, compare_runs, describe_comparison
 from shardwright.report.runs import load_runs
 from shardwright.telemetry.events import Resumed, SkippedStep
-from tests.unit.report.samples import Loss, falling, noisy, one_step, validate, write_events, write_run
+from tests.unit.report.samples import Loss, falling, make_run, noisy, one_step, straight_events, validate, write_events, write_run
 from tests.unit.telemetry.samples import start_event
 
 
-def compare(tmp_path: Path, ours: Loss, theirs: Loss = falling, steps: int = 2000, **options: Any) -> Comparison:
-    run, reference = load_runs([write_run(tmp_path / "run", steps, ours), write_run(tmp_path / "reference", steps, theirs)])
+def compare(ours: Loss, theirs: Loss = falling, steps: int = 2000, **options: Any) -> Comparison:
+    run, reference = (make_run(name, straight_events(name, steps, loss)) for name, loss in (("run", ours), ("reference", theirs)))
     return compare_runs(run, reference, **options)
 
 
-def test_equal_runs_agree_exactly(tmp_path: Path) -> None:
-    found = compare(tmp_path, falling)
+def test_equal_runs_agree_exactly() -> None:
+    found = compare(falling)
     assert found.agrees
     assert found.worst.relative_difference == 0.0
     assert (found.steps_compared, found.first_step, found.last_step) == (2000, 1, 2000)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_alone_does_not_leave(tmp_path: Path, seed: int) -> None:
-    assert compare(tmp_path, noisy(0.01, seed)).agrees
+def test_noise_alone_does_not_leave(seed: int) -> None:
+    assert compare(noisy(0.01, seed)).agrees
 
 
-def test_lone_outliers_do_not_leave(tmp_path: Path) -> None:
-    assert compare(tmp_path, lambda step: falling(step) * (5.0 if step % 400 == 0 else 1.0)).agrees
+def test_lone_outliers_do_not_leave() -> None:
+    assert compare(lambda step: falling(step) * (5.0 if step % 400 == 0 else 1.0)).agrees
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_late_divergence_is_found_where_it_begins(tmp_path: Path, seed: int) -> None:
-    found = compare(tmp_path, noisy(0.005, seed, lambda step: falling(step) * (1.02 if step > 1500 else 1.0)))
+def test_a_late_divergence_is_found_where_it_begins(seed: int) -> None:
+    found = compare(noisy(0.005, seed, lambda step: falling(step) * (1.02 if step > 1500 else 1.0)))
     assert found.left is not None
     assert found.left.first_step <= 1500 < found.left.last_step < 1600
     assert found.worst.relative_difference == pytest.approx(0.02, abs=0.002)
     assert found.worst.first_step > 1490
 
 
-def test_a_divergence_at_the_very_end_is_found(tmp_path: Path) -> None:
-    found = compare(tmp_path, lambda step: falling(step) * (1.02 if step > 1950 else 1.0))
+def test_a_divergence_at_the_very_end_is_found() -> None:
+    found = compare(lambda step: falling(step) * (1.02 if step > 1950 else 1.0))
     assert not found.agrees
 
 
 @pytest.mark.parametrize("factor", [1.005, 0.995])
-def test_a_constant_offset_leaves_at_once_on_either_side(tmp_path: Path, factor: float) -> None:
-    found = compare(tmp_path, lambda step: factor * falling(step))
+def test_a_constant_offset_leaves_at_once_on_either_side(factor: float) -> None:
+    found = compare(lambda step: factor * falling(step))
     assert found.left is not None
     assert found.left.first_step == 1
     assert found.left.relative_difference == pytest.approx(factor - 1)
 
 
-def test_a_curve_shifted_by_steps_leaves(tmp_path: Path) -> None:
-    assert not compare(tmp_path, lambda step: falling(step + 5)).agrees
+def test_a_curve_shifted_by_steps_leaves() -> None:
+    assert not compare(lambda step: falling(step + 5)).agrees
 
 
-def test_the_tolerance_decides(tmp_path: Path) -> None:
-    assert compare(tmp_path, lambda step: 1.002 * falling(step)).agrees
-    assert not compare(tmp_path, lambda step: 1.002 * falling(step), tolerance=0.001).agrees
+def test_the_tolerance_decides() -> None:
+    assert compare(lambda step: 1.002 * falling(step)).agrees
+    assert not compare(lambda step: 1.002 * falling(step), tolerance=0.001).agrees
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 7, 30])
-def test_short_runs_are_compared_whole(tmp_path: Path, steps: int) -> None:
-    assert compare(tmp_path, falling, steps=steps).agrees
-    assert not compare(tmp_path, lambda step: 1.01 * falling(step), steps=steps).agrees
+def test_short_runs_are_compared_whole(steps: int) -> None:
+    assert compare(falling, steps=steps).agrees
+    assert not compare(lambda step: 1.01 * falling(step), steps=steps).agrees
 
 
-def test_a_loss_that_is_not_finite_leaves_there(tmp_path: Path) -> None:
-    found = compare(tmp_path, lambda step: math.nan if step >= 700 else falling(step), steps=1000)
+def test_a_loss_that_is_not_finite_leaves_there() -> None:
+    found = compare(lambda step: math.nan if step >= 700 else falling(step), steps=1000)
     assert found.left is not None
     assert found.left.last_step == 700
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["left"]["loss"] is None
 
 
-def test_not_finite_from_the_first_step(tmp_path: Path) -> None:
-    assert not compare(tmp_path, lambda step: math.nan, steps=10).agrees
+def test_not_finite_from_the_first_step() -> None:
+    assert not compare(lambda step: math.nan, steps=10).agrees
 
 
 def test_skipped_steps_are_left_out(tmp_path: Path) -> None:
@@ -170,6 +170,6 @@ def test_runs_without_a_common_step_or_a_start_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, math.nan])
-def test_a_tolerance_is_positive(tmp_path: Path, tolerance: float) -> None:
+def test_a_tolerance_is_positive(tolerance: float) -> None:
     with pytest.raises(InputError, match="positive"):
-        compare(tmp_path, falling, steps=5, tolerance=tolerance)
+        compare(falling, steps=5, tolerance=tolerance)
