@@ -107,7 +107,7 @@ def cause(outcomes: list[Outcome], exit_statuses: Mapping[int, int]) -> Shardwri
             details = dict(outcome.details)
             return kind(details.pop("problem") or outcome.message, **details)
     if failed:
-        first = next((outcome for outcome in failed if not _is_lost_peer(outcome.message)), failed[0])
+        first = next((outcome for outcome in failed if not is_lost_peer(outcome.message)), failed[0])
         known = getattr(errors, first.kind, None)
         if isinstance(known, type) and issubclass(known, ShardwrightError):
             return known(f"rank {first.rank}: {first.message}")
@@ -116,7 +116,7 @@ def cause(outcomes: list[Outcome], exit_statuses: Mapping[int, int]) -> Shardwri
     return RankFailed(f"{ranks or 'a rank'} ended without a word; see the output above")
 
 
-def _is_lost_peer(message: str) -> bool:
+def is_lost_peer(message: str) -> bool:
     """Whether a rank only complains that another one went away."""
     signs = (
         "Connection reset by peer",

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwright.checkpoint.drift import differences
 from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint, read_values
 from shardwright.checkpoint.save import save_checkpoint
-from shardwright.errors import CheckpointError, SaveFailed
+from shardwright.errors import CheckpointError
 from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.folder import RunFolder
@@ -53,21 +53,22 @@ class Saver:
         }
 
     def save(self, *, best: bool) -> None:
-        """Write a checkpoint of this step. One that fails is told and harmless: the older ones are whole, training goes on."""
+        """Write a checkpoint of this step.
+
+        Raises:
+            SaveFailed: on every rank; the older checkpoints are whole. A run that cannot save (a full disk) is not worth its hours:
+                it ends, and goes on from the last checkpoint when there is room.
+        """
         began = time.perf_counter()
         section = self.checked.recipe.checkpoint
-        try:
-            saved = save_checkpoint(
-                self.folder.checkpoints,
-                self.state.step,
-                self.tensors(),
-                self.values(),
-                keep_last=section.keep_last,
-                best=best and section.keep_best,
-            )
-        except SaveFailed as error:
-            self.speaker.write("warning", step=self.state.step, message=f"checkpoint not saved: {error}")
-            return
+        saved = save_checkpoint(
+            self.folder.checkpoints,
+            self.state.step,
+            self.tensors(),
+            self.values(),
+            keep_last=section.keep_last,
+            best=best and section.keep_best,
+        )
         seconds = time.perf_counter() - began
         self.speaker.write("checkpoint", step=self.state.step, path=str(saved.path), size_bytes=saved.num_bytes, seconds=seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import socket
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from shardwright import __version__
 from shardwright.config import Recipe
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RankFailed
 from shardwright.model.decoder import Decoder
 from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
@@ -64,9 +65,24 @@ def choose_device(recipe: Recipe, ranks: RankEnvironment) -> torch.device:
 
 
 def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> None:
-    """Join the process group; a process by itself has none."""
-    if ranks.world_size > 1 and not dist.is_initialized():
+    """Join the process group; a process by itself has none.
+
+    Raises:
+        InputError: the port where the ranks should meet is taken.
+        RankFailed: the others did not come.
+    """
+    if ranks.world_size == 1 or dist.is_initialized():
+        return
+    try:
         init_process_group(device.type, timeout=timedelta(seconds=timeout_seconds))
+    except dist.DistError as error:
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        first_line = str(error).partition("\n")[0]
+        if "EADDRINUSE" in first_line:
+            raise InputError(
+                f"port {port} is in use", field="MASTER_PORT", remedy="Choose a free one, or let --nproc start the ranks"
+            ) from error
+        raise RankFailed(f"rank {ranks.rank} could not meet the others at {address}:{port}: {first_line}") from error
 
 
 def build_model(checked: Checked, device: torch.device) -> ParallelModel:
