@@ -5,11 +5,12 @@ Planner, rehearsal, verifier and trainer all read the same `Plan`; `resolve` is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwright.config.schema import PrecisionSection, Recipe, RecomputeKind, TrainingSection
-from shardwright.errors import LayoutError, RecipeError
+from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
 
 
@@ -101,6 +102,21 @@ def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
             remedy="Leave one of the three out: it follows from the other two",
         )
     return BatchPlan(training.sequence_length, micro, accumulation, data_ranks)
+
+
+def count_steps(training: TrainingSection, num_samples: int, global_batch_size: int) -> int:
+    """Optimizer steps of the run: the smaller of `max_steps` and what `num_epochs` make, at least one."""
+    limits = [] if training.max_steps is None else [training.max_steps]
+    if training.num_epochs is not None:
+        steps = math.floor(training.num_epochs * num_samples / global_batch_size)
+        if steps < 1:
+            raise DataError(
+                f"{training.num_epochs:g} epochs of {num_samples} samples do not fill one global batch of {global_batch_size}",
+                field="training.num_epochs",
+                remedy="Train for more epochs, lower global_batch_size, or add data",
+            )
+        limits.append(steps)
+    return min(limits)
 
 
 def _divide(total: int, by: int, shown: str, wanted: str) -> int:

@@ -1,4 +1,4 @@
-"""Batch arithmetic: any two give the third, contradictions are shown."""
+"""Batch arithmetic: any two give the third, contradictions are shown; how many steps a run has."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.config.schema import TrainingSection
-from shardwright.errors import InputError
-from shardwright.plan import resolve_batch
+from shardwright.errors import DataError, InputError
+from shardwright.plan import count_steps, resolve_batch
 
 size = st.integers(1, 9)
 
@@ -44,3 +44,19 @@ def test_contradictions_show_the_arithmetic(keys: dict[str, int], ranks: int, wo
     with pytest.raises(InputError) as caught:
         resolve_batch(training(**keys), ranks)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [({"max_steps": 7}, 7), ({"num_epochs": 2}, 20), ({"num_epochs": 0.5}, 5), ({"num_epochs": 2, "max_steps": 7}, 7)],
+)
+def test_whichever_ends_first(training: dict[str, float], expected: int) -> None:
+    assert (
+        count_steps(TrainingSection(sequence_length=8, learning_rate=1e-3, **training), num_samples=100, global_batch_size=10)
+        == expected
+    )
+
+
+def test_too_few_samples_for_one_step() -> None:
+    with pytest.raises(DataError, match="do not fill one global batch of 10"):
+        count_steps(TrainingSection(sequence_length=8, learning_rate=1e-3, num_epochs=1), num_samples=9, global_batch_size=10)

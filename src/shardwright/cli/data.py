@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,20 +12,19 @@ import typer
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.architecture import ModelShape, read_config
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.progress import data_progress
 from shardwright.config import Recipe, load_recipe
 from shardwright.data.dataset import TokenDataset
+from shardwright.data.fit import prepare_for_model
 from shardwright.data.order import SampleOrder
-from shardwright.data.prepare import Prepared, SideReport, prepare
-from shardwright.data.prepare import Progress as OnProgress
+from shardwright.data.prepare import Prepared, SideReport
 from shardwright.data.preview import Span, count_free_positions, read_spans
 from shardwright.errors import RecipeError
-from shardwright.plan import resolve, resolve_batch
+from shardwright.plan import count_steps, resolve, resolve_batch
 
 SCHEMA_VERSION = 1
 NUM_BROKEN_SHOWN = 8
@@ -70,8 +67,8 @@ def data_command(
 ) -> None:
     """Show what the model will see: counts, lengths, broken records, and samples with the supervised tokens coloured."""
     checked = load_recipe(recipe, list(overrides or []))
-    with _progress_bar() as on_progress:
-        prepared = prepare_checked(checked, on_progress)
+    with data_progress() as on_progress:
+        _, prepared = prepare_for_model(checked, progress=on_progress)
     length = run_length(checked, len(prepared.train), nproc)
     shown = show_samples(checked, prepared, "validation" if validation else "train", position, samples)
     if json_output:
@@ -80,33 +77,13 @@ def data_command(
         Console(highlight=False).print(render(checked, prepared, length, shown))
 
 
-def prepare_checked(recipe: Recipe, on_progress: OnProgress | None = None) -> Prepared:
-    """The data of a recipe, held against its model."""
-    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
-    assert config is not None  # the schema demands one of them
-    if isinstance(config, dict) and "vocab_size" not in config:
-        prepared = prepare(recipe, None, progress=on_progress)
-        _check_length(read_config({**config, "vocab_size": prepared.tokenizer.vocab_size}), recipe)
-        return prepared
-    shape = read_config(config)
-    _check_length(shape, recipe)
-    return prepare(recipe, shape.vocab_size, progress=on_progress)
-
-
-def _check_length(shape: ModelShape, recipe: Recipe) -> None:
-    shape.check_sequence_length(recipe.training.sequence_length)
-
-
 def run_length(recipe: Recipe, num_samples: int, num_ranks: int | None) -> RunLength:
     """Steps and epochs of the run on `num_ranks`; None takes the data ranks that the recipe's layout names, or one."""
     if num_ranks is not None:
         batch = resolve(recipe, num_ranks).batch
     else:
         batch = resolve_batch(recipe.training, (recipe.layout.dp_replicate or 1) * (recipe.layout.dp_shard or 1))
-    limits = [] if recipe.training.max_steps is None else [recipe.training.max_steps]
-    if recipe.training.num_epochs is not None:
-        limits.append(int(recipe.training.num_epochs * num_samples / batch.global_batch_size))
-    num_steps = min(limits)
+    num_steps = count_steps(recipe.training, num_samples, batch.global_batch_size)
     size = batch.global_batch_size
     return RunLength(size, batch.data_ranks, num_steps, num_steps * size / num_samples)
 
@@ -321,33 +298,3 @@ def _picture(character: str) -> str:
     if character < " ":
         return chr(0x2400 + ord(character))
     return character if character.isprintable() or character == " " else f"<U+{ord(character):04X}>"
-
-
-@contextmanager
-def _progress_bar() -> Iterator[OnProgress]:
-    """A bar on standard error for what is read and tokenised; nothing at all when the cache has it.
-
-    What the data rooms log meanwhile is held back: all of it stands in what is printed afterwards.
-    """
-    columns = (TextColumn("{task.description:28}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    tasks: dict[str, TaskID] = {}
-
-    def tell(stage: str, done: int, total: int) -> None:
-        if not tasks:
-            bar.start()
-        if stage not in tasks:
-            for earlier in tasks.values():
-                bar.update(earlier, visible=False)
-            tasks[stage] = bar.add_task(stage, total=max(1, total))
-        bar.update(tasks[stage], completed=done)
-
-    log = logging.getLogger("shardwright.data")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield tell
-    finally:
-        log.setLevel(level)
-        if tasks:
-            bar.stop()

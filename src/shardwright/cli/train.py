@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.progress import data_progress
 from shardwright.config import load_recipe
 
 SCHEMA_VERSION = 1
@@ -34,6 +35,6 @@ def train_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.train.start import train
 
-    summary = train(checked, num_ranks=nproc, resume=resume)
+    summary = train(checked, num_ranks=nproc, resume=resume, watching=data_progress)
     if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")

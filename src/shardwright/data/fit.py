@@ -6,6 +6,9 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.config.schema import Recipe
 from shardwright.data.prepare import Prepared, Progress, prepare
 
+_ANY_VOCABULARY = 1 << 20
+"""Stands in for the tokenizer's size while there is no tokenizer: more ids than any has."""
+
 
 def prepare_for_model(recipe: Recipe, *, progress: Progress | None = None) -> tuple[ModelShape, Prepared]:
     """The model's shape and the data that fits it; an inline config without `vocab_size` takes the tokenizer's.
@@ -17,7 +20,7 @@ def prepare_for_model(recipe: Recipe, *, progress: Progress | None = None) -> tu
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
     assert config is not None  # the schema demands one of them
     if isinstance(config, dict) and "vocab_size" not in config:
-        _read(recipe, {**config, "vocab_size": 1})
+        _read(recipe, {**config, "vocab_size": _ANY_VOCABULARY})
         data = prepare(recipe, None, progress=progress)
         return _read(recipe, {**config, "vocab_size": data.tokenizer.vocab_size}), data
     shape = _read(recipe, config)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
-from shardwright.data.prepare import Prepared, prepare
-from shardwright.errors import DataError, RecipeError
+from shardwright.data.fit import prepare_for_model
+from shardwright.data.prepare import Prepared, Progress
+from shardwright.errors import RecipeError
 from shardwright.layout import check_supported
 from shardwright.model.load import WeightsFolder
-from shardwright.plan import Plan, resolve
-
-Progress = Callable[[str, int, int], None]
+from shardwright.plan import Plan, count_steps, resolve
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,7 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
     """
     plan = resolve(recipe, world_size)
     check_supported(plan.layout)
-    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
-    assert config is not None  # the schema demands one of them
-    if isinstance(config, dict) and "vocab_size" not in config:
-        data = prepare(recipe, None, progress=progress)
-        shape = read_config({**config, "vocab_size": data.tokenizer.vocab_size})
-    else:
-        shape = read_config(config)
-        shape.check_sequence_length(plan.batch.sequence_length)
-        data = prepare(recipe, shape.vocab_size, progress=progress)
-    shape.check_sequence_length(plan.batch.sequence_length)
+    shape, data = prepare_for_model(recipe, progress=progress)
     if recipe.model.pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape)
@@ -80,25 +68,9 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         plan=plan,
         shape=shape,
         data=data,
-        total_steps=count_steps(recipe, len(data.train), plan.batch.global_batch_size),
+        total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
         frozen=match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]),
     )
-
-
-def count_steps(recipe: Recipe, num_samples: int, global_batch_size: int) -> int:
-    """Optimizer steps of the run: the smaller of `max_steps` and what `num_epochs` make, at least one."""
-    training = recipe.training
-    limits = [] if training.max_steps is None else [training.max_steps]
-    if training.num_epochs is not None:
-        steps = math.floor(training.num_epochs * num_samples / global_batch_size)
-        if steps < 1:
-            raise DataError(
-                f"{training.num_epochs:g} epochs of {num_samples} samples do not fill one global batch of {global_batch_size}",
-                field="training.num_epochs",
-                remedy="Train for more epochs, lower global_batch_size, or add data",
-            )
-        limits.append(steps)
-    return min(limits)
 
 
 def match_frozen(patterns: tuple[str, ...], names: list[str]) -> frozenset[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwright.config import Recipe
-from shardwright.errors import InputError, Preempted
+from shardwright.data.prepare import Progress
+from shardwright.errors import InputError, Preempted, RankFailed
 from shardwright.optim.schedules import batch_scale
 from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
 from shardwright.telemetry.speaker import Speaker, open_speaker
@@ -21,15 +22,19 @@ from shardwright.train.launch import launch_ranks
 from shardwright.train.logs import logging_to
 from shardwright.train.loop import Loop
 from shardwright.train.meeting import Meeting
-from shardwright.train.preflight import Checked, Progress, check
+from shardwright.train.outcome import is_lost_peer
+from shardwright.train.preflight import Checked, check
 from shardwright.train.ranks import RankEnvironment, find_ranks
 from shardwright.train.saving import Saver
 from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks
 from shardwright.train.signals import StopRequest, listening_for_stop
 
+Watching = Callable[[], AbstractContextManager[Progress | None]]
+"""Opens what shows the reading and tokenising of data while it lasts."""
+
 
 def train(
-    recipe: Recipe, *, num_ranks: int | None = None, resume: bool = False, progress: Progress | None = None
+    recipe: Recipe, *, num_ranks: int | None = None, resume: bool = False, watching: Watching = nullcontext
 ) -> dict[str, Any] | None:
     """Train a recipe; returns a summary of the run, on the rank that speaks.
 
@@ -50,12 +55,13 @@ def train(
     if ranks is None or ranks.speaks:
         folder.claim(resume=resume)
     if ranks is None and world_size > 1:
-        checked = check(recipe, world_size, progress=progress)
+        with watching() as progress:
+            checked = check(recipe, world_size, progress=progress)
         write_folder(checked, folder)
         launch_ranks(world_size, "shardwright.train.worker", [str(folder.recipe), *(["--resume"] if resume else [])])
     else:
         with listening_for_stop() as stop:
-            train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, progress=progress)
+            train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, watching=watching)
     return summarise(folder) if ranks is None or ranks.speaks else None
 
 
@@ -66,13 +72,14 @@ def write_folder(checked: Checked, folder: RunFolder) -> None:
 
 
 def train_rank(
-    recipe: Recipe, ranks: RankEnvironment, stop: StopRequest, *, resume: bool = False, progress: Progress | None = None
+    recipe: Recipe, ranks: RankEnvironment, stop: StopRequest, *, resume: bool = False, watching: Watching = nullcontext
 ) -> None:
     """One rank, from joining the others to the last step."""
     began = time.perf_counter()
     device = choose_device(recipe, ranks)
     with _joined(ranks, device, recipe.run.timeout_seconds):
-        checked = check(recipe, ranks.world_size, progress=progress if ranks.speaks else None)
+        with watching() if ranks.speaks else nullcontext() as progress:
+            checked = check(recipe, ranks.world_size, progress=progress)
         folder = RunFolder.of(recipe)
         if ranks.speaks:
             write_folder(checked, folder)
@@ -128,7 +135,13 @@ def _train(
 def _joined(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> Iterator[None]:
     """Be a member of the process group; leave it in good order, or at once where something broke."""
     join_ranks(ranks, device, timeout_seconds)
-    yield
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost_peer(str(error)):
+            first_line = str(error).partition("\n")[0]
+            raise RankFailed(f"a rank has died or hung; rank {ranks.rank} lost it: {first_line}") from error
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
 

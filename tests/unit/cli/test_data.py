@@ -10,9 +10,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from shardwright.cli.data import as_json, data_command, prepare_checked, render, run_length, show_samples
+from shardwright.cli.data import as_json, data_command, render, run_length, show_samples
 from shardwright.config import Recipe
 from shardwright.config.load import validate_recipe
+from shardwright.data.fit import prepare_for_model
 from shardwright.data.preview import count_free_positions, read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError
 from tests.unit.data.recipes import story, write_json_lines
@@ -52,7 +53,7 @@ def recipe_of(folder: Path, **data: Any) -> Recipe:
 
 
 def printed(recipe: Recipe, **show: Any) -> str:
-    prepared = prepare_checked(recipe)
+    prepared = prepare_for_model(recipe)[1]
     shown = show_samples(recipe, prepared, show.get("side", "train"), show.get("position", 0), 2)
     console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render(recipe, prepared, run_length(recipe, len(prepared.train), None), shown))
@@ -62,7 +63,7 @@ def printed(recipe: Recipe, **show: Any) -> str:
 
 def test_spans_are_the_sample_as_text(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    prepared = prepare_checked(recipe)
+    prepared = prepare_for_model(recipe)[1]
     for index in range(len(prepared.train)):
         sample = prepared.train.sample(index)
         spans = read_spans(sample, prepared.tokenizer)
@@ -81,7 +82,7 @@ def test_spans_are_the_sample_as_text(tmp_path: Path) -> None:
 def test_a_character_of_several_tokens_is_one_span(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "b.jsonl", ["abc \N{GRINNING FACE} größe"])
     recipe = recipe_of(tmp_path, sources=path, validation_fraction=0.0)
-    prepared = prepare_checked(recipe)
+    prepared = prepare_for_model(recipe)[1]
     spans = read_spans(prepared.train.sample(0), prepared.tokenizer)
     assert "".join(span.text for span in spans) == "abc \N{GRINNING FACE} größe<|endoftext|>"
     assert any(span.num_tokens > 1 and "\N{GRINNING FACE}" in span.text for span in spans)
@@ -122,7 +123,7 @@ def test_a_corpus_cannot_steer_the_terminal(tmp_path: Path) -> None:
 
 def test_samples_are_those_of_the_run(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    prepared = prepare_checked(recipe)
+    prepared = prepare_for_model(recipe)[1]
     from_start = show_samples(recipe, prepared, "train", 0, 4)
     later = show_samples(recipe, prepared, "train", 2, 2)
     assert from_start[2:] == later
@@ -172,7 +173,7 @@ def test_people_get_text_on_standard_output(tmp_path: Path, capsys: pytest.Captu
 
 def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    prepared = prepare_checked(recipe)
+    prepared = prepare_for_model(recipe)[1]
     shown = show_samples(recipe, prepared, "train", 0, 3)
     content = as_json(recipe, prepared, run_length(recipe, len(prepared.train), None), shown)
     assert json.loads(json.dumps(content, allow_nan=False)) == json.loads(json.dumps(content))
@@ -182,11 +183,11 @@ def test_wrong_input_is_told(tmp_path: Path) -> None:
     document = document_of(tmp_path)
     document["training"]["sequence_length"] = 65
     with pytest.raises(InputError, match="65"):
-        prepare_checked(validate_recipe(document))
+        prepare_for_model(validate_recipe(document))
     document = document_of(tmp_path)
     document["model"]["config"]["hidden_act"] = "unheard"
     with pytest.raises(ArchitectureError):
-        prepare_checked(validate_recipe(document))
+        prepare_for_model(validate_recipe(document))
     recipe = recipe_of(tmp_path, validation_fraction=0.0)
     with pytest.raises(RecipeError, match="no validation side"):
-        show_samples(recipe, prepare_checked(recipe), "validation", 0, 1)
+        show_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1)
