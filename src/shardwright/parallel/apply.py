@@ -90,7 +90,7 @@ def apply_layout(
     groups: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
-        groups = shard(decoder, decoder.blocks, layout, mesh, kinds)
+        groups = shard(decoder, layout, mesh, kinds)
     decoder.to_empty(device=device)
     module: nn.Module = decoder
     model_arguments = (decoder, layouts, layout, mesh, device, groups)
@@ -192,7 +192,6 @@ class ParallelModel:
                 root.set_requires_gradient_sync(last)
             else:
                 root.set_requires_all_reduce(last)
-            root.set_is_last_backward(last)
         return nullcontext()
 
     @contextmanager

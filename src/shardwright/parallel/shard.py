@@ -1,28 +1,37 @@
 """zero_stage 1, 2, 3 and hybrid: parameters, gradients and optimizer states cut over the sharding ranks by FSDP2.
 
-What a rank holds, as shares of the whole model over n sharding ranks (P parameters in compute precision, G gradients;
-optimizer states and master weights are always 1/n):
+What a rank holds, as shares of the whole model over n sharding ranks (P parameters in compute precision, G gradients; master
+weights and optimizer states are always 1/n):
 
     stage   P after forward   G between micro-batches   gradients are reduced
     1       1 + 1/n           1                         once per step
     2       1 + 1/n           1/n                       every micro-batch
     3       1/n               1/n                       every micro-batch
+
+`tests/multiprocess/test_memory.py` reads these numbers off live tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwright.layout import Layout
-from shardwright.numerics.precision import Dtypes
+from shardwright.model import Decoder
+from shardwright.numerics import Dtypes, chunked_cross_entropy
 
 
-def shard(decoder: nn.Module, blocks: Sequence[nn.Module], layout: Layout, mesh: DeviceMesh, dtypes: Dtypes) -> list[FSDPModule]:
+def shard(decoder: Decoder, layout: Layout, mesh: DeviceMesh, dtypes: Dtypes) -> list[FSDPModule]:
     """Shard a decoder in place: one group per `layout.wrap_blocks` blocks, one for the rest. Returns the groups, the root last.
+
+    The root holds the embeddings and the head. The final norm joins the last blocks, because its weight is read in the backward
+    pass and the root's are not: an embedding's gradient needs indices only, and the chunked loss makes the head's in the forward
+    pass. So at stage 3 the two largest matrices of a small model are gathered once per micro-batch and freed before the backward.
 
     Sums are sums: no group divides, on any axis, because the loss carries the one normaliser.
     """
@@ -32,21 +41,37 @@ def shard(decoder: nn.Module, blocks: Sequence[nn.Module], layout: Layout, mesh:
         cast_forward_inputs=False,  # rotation tables stay fp32; the model casts where it means to
     )
     data_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
-    reshard_after_forward = layout.zero_stage == 3
-    groups = []
+    wrap = partial(fully_shard, mesh=data_mesh, mp_policy=policy)
+    blocks, free = decoder.blocks, layout.zero_stage == 3
+    groups: list[FSDPModule] = []
     for first in range(0, len(blocks), layout.wrap_blocks):
-        members = list(blocks[first : first + layout.wrap_blocks])
-        fully_shard(members, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        members: list[nn.Module] = list(blocks[first : first + layout.wrap_blocks])
+        if first + layout.wrap_blocks >= len(blocks):
+            members.append(decoder.root.get_submodule(decoder.shape.names.final_norm))
+        wrap(members, reshard_after_forward=free)
         groups.append(_as_fsdp(members[0]))
-    # The root's parameters are needed at both ends of the forward pass and first in the backward pass: it never reshards between.
-    fully_shard(decoder, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    root_is_read_backward = not _is_chunked(decoder.loss_function)
+    wrap(decoder, reshard_after_forward=free and not root_is_read_backward)
     root = _as_fsdp(decoder)
+    if free and not root_is_read_backward:
+        root.set_unshard_in_backward(False)
+        decoder.register_forward_hook(_refuse_logits)
     for group in (*groups, root):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # else a factor asks for PREMUL_SUM, which gloo has not
-    root.set_reshard_after_backward(layout.zero_stage == 3)
+    root.set_reshard_after_backward(free)
     _prefetch(groups, root, layout)
     return [*groups, root]
+
+
+def _is_chunked(loss_function: Any) -> bool:
+    """Whether the loss is the one whose backward pass does not read the head's weight."""
+    return (loss_function.func if isinstance(loss_function, partial) else loss_function) is chunked_cross_entropy
+
+
+def _refuse_logits(_decoder: nn.Module, _arguments: Any, output: Tensor) -> None:
+    """Logits with a gradient would read the head's weight in the backward pass, when it is no longer there."""
+    assert output.ndim == 0 or not output.requires_grad, "under zero_stage 3 a decoder is trained by its loss, not by its logits"
 
 
 def _prefetch(groups: list[FSDPModule], root: FSDPModule, layout: Layout) -> None:

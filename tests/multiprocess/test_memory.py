@@ -1,0 +1,198 @@
+"""Each ZeRO stage holds what parallel/shard.py says, read off the storages of live tensors; prefetching stops where it must."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.architecture import read_config
+from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.numerics import chunked_cross_entropy
+from shardwright.optim import build_optimizer
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.plan import BatchPlan, Plan
+from shardwright.train.step import update
+from tests.multiprocess.pool import RankPool
+
+RANKS = 4
+CONFIG = {
+    # Every first dimension is a multiple of four, so shares are exact; blocks, embedding and head are of a size.
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+def build(layout: Layout) -> ParallelModel:
+    shape = read_config(CONFIG)
+    with torch.device("meta"):
+        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
+    specs = {spec.name: spec for spec in shape.parameters()}
+    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection())
+    return apply_layout(
+        decoder,
+        plan,
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+    )
+
+
+def loss_of(model: ParallelModel) -> Tensor:
+    ids_BT = torch.arange(8).view(1, 8)
+    loss: Tensor = model.module(ids_BT, labels_BT=ids_BT)
+    return loss
+
+
+def live_bytes(model: ParallelModel) -> int:
+    """Bytes of all storages that any tensor of this process holds, gradients included."""
+    gc.collect()
+    found: list[Tensor] = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    found += [parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None]
+    storages: dict[int, int] = {}
+    for tensor in found:
+        if tensor.device.type == "cpu":
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(layout: Layout) -> dict[str, float]:
+    """Live bytes as shares of the model's parameters at four moments of a step."""
+    whole = 4 * read_config(CONFIG).num_parameters
+    model = build(layout)
+    before = live_bytes(model)
+    base = before - sum(p._local_tensor.untyped_storage().nbytes() if isinstance(p, DTensor) else 4 * p.numel()
+                        for _, p in model.named_parameters())  # fmt: skip
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.0)
+    shares = {"built": (before - base) / whole}
+    with torch.no_grad():
+        loss_of(model)
+    shares["after forward"] = (live_bytes(model) - base) / whole
+    for last in (False, True):
+        with model.synchronising(last=last):
+            loss_of(model).backward()
+        shares["after the last" if last else "between micro-batches"] = (live_bytes(model) - base) / whole
+    model.finish_gradients()
+    shares["gradients finished"] = (live_bytes(model) - base) / whole
+    update(model, optimizer, learning_rate=1e-3, max_grad_norm=1.0)
+    shares["after step"] = (live_bytes(model) - base) / whole
+    return shares
+
+
+# Parameters (gathered + own shard) + gradients, + two moments after the step, in units of the whole model. DDP's buckets, in which
+# the gradients lie, are never given back.
+EXPECTED = {
+    0: {"built": 1, "after forward": 1, "between micro-batches": 2, "gradients finished": 2, "after step": 4},
+    1: {"built": 0.25, "after forward": 1.25, "between micro-batches": 2.25, "gradients finished": 0.5, "after step": 0.75},
+    2: {"built": 0.25, "after forward": 1.25, "between micro-batches": 1.5, "gradients finished": 0.5, "after step": 0.75},
+    3: {"built": 0.25, "after forward": 0.25, "between micro-batches": 0.5, "gradients finished": 0.5, "after step": 0.75},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_stage_holds_what_it_says(ranks: RankPool, stage: int) -> None:
+    layout = Layout(dp_replicate=RANKS) if stage == 0 else Layout(dp_shard=RANKS, zero_stage=stage)  # type: ignore[arg-type]
+    for shares in ranks.run(RANKS, measure, layout):
+        for moment, expected in EXPECTED[stage].items():
+            assert shares[moment] == pytest.approx(expected, abs=0.02), (moment, shares)
+
+
+def count_gathered(layout: Layout) -> tuple[int, int]:
+    """The most block groups whose full parameters exist at once, forward and backward, looked at inside every block."""
+    model = build(layout)
+    states = [group._get_fsdp_state()._fsdp_param_groups[0] for group in model.groups[:-1]]  # type: ignore[attr-defined]
+    seen: dict[bool, list[int]] = {False: [], True: []}
+
+    def look(backward: bool) -> None:
+        seen[backward].append(sum(state.is_unsharded or state._all_gather_result is not None for state in states))
+
+    def hook(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        look(False)
+        arguments[0].register_hook(lambda _gradient: look(True))
+
+    for block in model.decoder.blocks:
+        block.mlp.register_forward_pre_hook(hook)
+    for _ in range(2):
+        with model.synchronising(last=True):
+            loss_of(model).backward()
+        model.finish_gradients()
+    return max(seen[False]), max(seen[True])
+
+
+@pytest.mark.parametrize(
+    ("prefetch_depth", "max_gathers_in_flight", "gathered"),
+    [(0, 2, 1), (1, 2, 2), (1, 1, 1), (2, 2, 2), (2, 3, 3), (3, 8, 4)],
+)
+def test_prefetching_goes_as_deep_as_it_is_told(
+    ranks: RankPool, prefetch_depth: int, max_gathers_in_flight: int, gathered: int
+) -> None:
+    layout = Layout(dp_shard=2, zero_stage=3, prefetch_depth=prefetch_depth, max_gathers_in_flight=max_gathers_in_flight)
+    assert ranks.run(2, count_gathered, layout) == [(gathered, gathered)] * 2
+
+
+def test_wrapping_two_blocks_gathers_two_at_a_time(ranks: RankPool) -> None:
+    layout = Layout(dp_shard=2, zero_stage=3, wrap_blocks=2, prefetch_depth=0)
+    assert ranks.run(2, count_groups, layout) == [4, 4]
+    assert ranks.run(2, count_gathered, layout) == [(1, 1)] * 2
+
+
+def count_groups(layout: Layout) -> int:
+    return len(build(layout).groups)
+
+
+def count_reductions(layout: Layout) -> list[int]:
+    """Reduce-scatters and all-reduces of gradients, per micro-batch of a step of three."""
+    model, counts = build(layout), []
+    calls = 0
+
+    def counting(original: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return original(*arguments, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce"):  # FSDP2 has used either of the first two
+            if hasattr(dist, name):
+                patch.setattr(dist, name, counting(getattr(dist, name)))
+        for number in range(3):
+            calls = 0
+            with model.synchronising(last=number == 2):
+                loss_of(model).backward()
+            counts.append(calls)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        (Layout(dp_replicate=4), [0, 0, 1]),
+        (Layout(dp_shard=4, zero_stage=1), [0, 0, 7]),
+        (Layout(dp_shard=4, zero_stage=2), [7, 7, 7]),
+        (Layout(dp_shard=4, zero_stage=3), [7, 7, 7]),
+        (Layout(dp_replicate=2, dp_shard=2, zero_stage=1), [0, 0, 14]),
+        (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), [7, 7, 14]),
+    ],
+    ids=str,
+)
+def test_sums_are_deferred_where_memory_allows(ranks: RankPool, layout: Layout, counts: list[int]) -> None:
+    assert ranks.run(4, count_reductions, layout) == [counts] * 4
