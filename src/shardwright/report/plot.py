@@ -7,7 +7,7 @@ brings its own, for a README.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
 from typing import Literal
@@ -36,6 +36,9 @@ STYLE = """
     f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}.plot text.f{i}{{fill:var(--c{i});font-weight:600}}"
     for i in range(NUM_COLOURS + 1)
 )
+
+_MARGIN = 12
+"""Pixels left, right and below a standalone chart; a page has its own."""
 
 _CHARACTER_PIXELS = 7.4
 """Average advance of a semibold 12 px system font; labels are laid out with it."""
@@ -115,6 +118,8 @@ def svg_curves(
         title: drawn above a standalone chart; an inline one has the page's heading.
         standalone: a file of its own, with style, background and namespace.
     """
+    if standalone:
+        frame = replace(frame, width=frame.width - 2 * _MARGIN, height=frame.height - _MARGIN)
     drawn = [s for s in _stack(series) if np.isfinite(s.y).any()]
     canvas = _lay_out(drawn, frame, title if standalone else "")
     _draw_axes(canvas)
@@ -142,16 +147,18 @@ def _wrap(canvas: _Canvas, title: str, standalone: bool) -> str:
     description = escape(frame.description or title or frame.y_label, quote=True)
     # What the page's script needs to turn a pointer's place into an x.
     geometry = (canvas.x.low, canvas.x.high, canvas.left, canvas.right, canvas.top, canvas.bottom)
+    margin = _MARGIN if standalone else 0
+    width, height = frame.width + 2 * margin, frame.height + margin
     head = (
-        f'<svg class="plot" viewBox="0 0 {frame.width} {frame.height}" role="img" aria-label="{description}" '
+        f'<svg class="plot" viewBox="{-margin} 0 {width} {height}" role="img" aria-label="{description}" '
         f'data-x="{" ".join(f"{value:.10g}" for value in geometry)}"'
     )
     if not standalone:
         return f"{head}>{''.join(canvas.parts)}</svg>"
-    background = f'<rect width="{frame.width}" height="{frame.height}" rx="8" style="fill:var(--paper)"/>'
-    heading = f'<text class="name" x="14" y="24" style="font-size:15px">{escape(title)}</text>' if title else ""
+    background = f'<rect x="{-margin}" width="{width}" height="{height}" rx="8" style="fill:var(--paper)"/>'
+    heading = f'<text class="name" x="4" y="26" style="font-size:15px">{escape(title)}</text>' if title else ""
     return (
-        f'{head} xmlns="http://www.w3.org/2000/svg" width="{frame.width}" height="{frame.height}">'
+        f'{head} xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
         f"<style>{STYLE}</style>{background}{heading}{''.join(canvas.parts)}</svg>"
     )
 

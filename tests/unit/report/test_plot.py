@@ -64,6 +64,7 @@ def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool)
     assert '<b> & "c"' in words
     assert "a < b" in words
     assert ("<t>" in words) == standalone
+    assert root.get("viewBox", "").split()[2:] == ["720", "320"]
 
 
 @pytest.mark.parametrize("y", [[], [math.nan, math.nan], [3.0], [1.0, 1.0], [0.0, 0.0], [math.inf, 1.0, -math.inf], [1e-30, 1e30]])
