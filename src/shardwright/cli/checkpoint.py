@@ -66,7 +66,7 @@ def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
 
 
 @app.command("verify")
-def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> int:
+def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
     """Hash every byte and check every header; exit code 1 when something is damaged. A folder of checkpoints: each of them."""
     folders = [path] if _is_checkpoint(path) else [folder.path for folder in in_order_of_trust(_root_of(path))]
     checked = [_verified(folder, quiet=json_output) for folder in folders]
@@ -78,7 +78,8 @@ def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> int
             took = f"{format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
             sys.stdout.write(f"{row['name']}: {'damaged' if row['faults'] else f'whole, {took}'}\n")
             sys.stdout.writelines(f"  {fault}\n" for fault in row["faults"])
-    return ExitCode.DONE if whole else ExitCode.CHECK_FAILED
+    if not whole:
+        raise typer.Exit(ExitCode.CHECK_FAILED)
 
 
 @app.command("inspect")
