@@ -21,7 +21,7 @@ from shardwright.checkpoint.load import newest_checkpoint
 from shardwright.checkpoint.verify import verify_checkpoint
 from shardwright.cli.main import run as run_command
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import Checkpoint, read_events, surviving_steps
+from shardwright.telemetry.events import Checkpoint, Preempted, read_events, surviving_steps
 
 PATIENCE_SECONDS = 100
 """For what ends by itself within seconds on a quiet machine; what hangs does so for ever."""
@@ -46,7 +46,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
-        "training": {"sequence_length": 32, "micro_batch_size": 2, "max_steps": 1_000_000, "learning_rate": 1e-3},
+        "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 1_000_000, "learning_rate": 1e-3},
         "checkpoint": {"every_steps": 1},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "a degree that does not exist": (["--layout", "dp_chard=2"], ["dp_chard", "dp_shard"]),
     "a batch that does not fit the ranks": (
         ["--nproc", "2", "--set", "training.global_batch_size=3"],
-        ["training.global_batch_size", "micro 2 x 2 data ranks"],
+        ["training.global_batch_size", "2 data ranks", "not a whole number"],
     ),
     "a sequence longer than the model's positions": (
         ["--nproc", "2", "--set", "training.sequence_length=64"],
@@ -214,6 +214,8 @@ def test_no_rank_outlives_a_killed_launcher(workplace: Path) -> None:
         process.kill()
         _, alive = psutil.wait_procs(ranks, timeout=30)
         assert not alive
+    assert read_events(run).of(Preempted)[-1].reason == "the launcher's death"  # and it has saved
+    assert newest_checkpoint(run / "checkpoints") is not None
 
 
 @contextmanager

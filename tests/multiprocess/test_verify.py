@@ -1,0 +1,136 @@
+"""Layouts give the gradients of one process: a slice of the matrix here, all of it in the long suite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwright.cli.main import run
+from shardwright.config.schema import LayoutSection
+from shardwright.layout import Layout
+from shardwright.verify.cases import DTYPES, Case, choose_cases, choose_layouts
+from shardwright.verify.matrix import Report, shape_of, verify
+from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
+from tests.multiprocess.pool import RankPool
+
+
+def _failures(report: Report) -> list[Any]:
+    return [
+        (str(cell.layout), str(cell.case), cell.failure or [f for f in cell.findings if not f.passed])
+        for cell in report.cells
+        if not cell.passed
+    ]
+
+
+def _verify(ranks: RankPool, config: dict[str, Any], layouts: list[Layout], cases: list[Case], **options: Any) -> Report:
+    dtypes = options.pop("dtypes", ["float64"])
+    recipe = recipe_of(config, **options)
+    return verify(recipe, shape_of(recipe), layouts, cases, dtypes, sequence_length=12, pool=ranks)
+
+
+# One cell of each stage and of each number of ranks, all values of every option met at least once.
+SLICE = [
+    (Layout(dp_replicate=3), Case(3, "selective", tied=True, dropout=True)),
+    (Layout(dp_shard=3, zero_stage=1), Case(2, "full", tied=False, dropout=True)),
+    (Layout(dp_shard=3, zero_stage=2), Case(1, "selective", tied=True, documents=False)),
+    (Layout(dp_shard=4, zero_stage=3), Case(3, "full", tied=True, dropout=True)),
+    (Layout(dp_replicate=2, dp_shard=2, zero_stage=1), Case(3, "none", tied=True)),
+    (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(2, "selective", tied=False, dropout=True)),
+    (Layout(dp_shard=2, zero_stage=3, wrap_blocks=2, prefetch_depth=2, max_gathers_in_flight=3), Case(2, "none", tied=False)),
+]
+
+
+@pytest.mark.parametrize(("layout", "case"), SLICE, ids=str)
+def test_a_slice_of_the_matrix(ranks: RankPool, layout: Layout, case: Case) -> None:
+    report = _verify(ranks, LLAMA, [layout], [case], dtypes=DTYPES)
+    assert report.passed, _failures(report)
+    assert len(report.cells) == 2
+
+
+@pytest.mark.parametrize("config", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
+def test_other_makes_of_model(ranks: RankPool, config: dict[str, Any]) -> None:
+    report = _verify(ranks, config, [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)], [Case(2, tied=True, dropout=True)])
+    assert report.passed, _failures(report)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=3)], ids=str)
+def test_frozen_parameters_stay_and_have_no_gradient(ranks: RankPool, layout: Layout) -> None:
+    model = {"freeze": ["*.bias", "transformer.wte.weight"]}
+    report = _verify(ranks, GPT2, [layout], [Case(2, tied=False)], model=model)
+    assert report.passed, _failures(report)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=1, zero_stage=3)], ids=str)
+def test_the_engine_on_one_rank(ranks: RankPool, layout: Layout) -> None:
+    report = _verify(ranks, LLAMA, [layout], choose_cases(False, full=False))
+    assert report.passed, _failures(report)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", choose_layouts([], 4, LayoutSection()), ids=str)
+def test_the_full_matrix(ranks: RankPool, layout: Layout) -> None:
+    report = _verify(ranks, LLAMA, [layout], choose_cases(False, full=True), dtypes=DTYPES)
+    assert report.passed, _failures(report)
+    assert len(report.cells) == 72
+
+
+def _write_recipe(folder: Path) -> str:
+    document = recipe_of(LLAMA).model_dump(mode="json")
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return str(path)
+
+
+def test_the_verb_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "verify",
+        _write_recipe(tmp_path),
+        "--layout",
+        "zero_stage=2",
+        "--nproc",
+        "2",
+        "--dtype",
+        "float64",
+        "--num-layers",
+        "1",
+    ]
+    assert run([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema_version"] == 1
+    assert told["passed"]
+    assert told["model"]["num_layers"] == 1
+    assert [cell["layout"] for cell in told["cells"]] == ["dp_shard=2,zero_stage=2"] * 3
+    assert {finding["quantity"] for finding in told["cells"][0]["findings"]} >= {"gradient", "norm", "weights after AdamW"}
+
+
+def test_the_verb_fails_with_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ranks compute the errors; the verdict over them is the parent's, and is bent here.
+    monkeypatch.setattr("shardwright.verify.cell.Finding.passed", property(lambda _self: False))
+    words = ["verify", _write_recipe(tmp_path), "--layout", "zero_stage=0", "--nproc", "2", "--dtype", "float64"]
+    assert run(words) == 1
+    shown = capsys.readouterr()
+    assert "3 of 3 fail" in shown.out
+    assert "differ from one process" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--layout", "tp=2"], "tensor parallelism is not built yet"),
+        (["--layout", "dp_shard=5"], "no number of ranks from 2 to 4 fits"),
+        (["--dtype", "float16"], "not a dtype to verify in"),
+        (["--num-layers", "9"], "a cut cannot add layers"),
+    ],
+)
+def test_wrong_input_is_told_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert run(["verify", _write_recipe(tmp_path), *words]) == 2
+    assert told in capsys.readouterr().err
