@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +77,56 @@ def save_checkpoint(
         SaveFailed: some rank could not write, or the ranks disagree about the tensors. Older checkpoints are whole, nothing is left
             behind, and the run may go on.
     """
-    begun = time.monotonic()
     ranks = Ranks(group)
+    planned = plan_save(ranks, step, tensors, values)
+    return finish_save(ranks, Path(root), planned, keep_last=keep_last, best=best, disk=disk)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """Who writes which box, in the order of each file: `entries` are the same on every rank, `writing` is this rank's share."""
+
+    step: int
+    values_text: bytes
+    entries: dict[str, TensorEntry]
+    writing: list[tuple[str, str, Box, torch.Tensor]]
+
+    def copied(self) -> PlannedSave:
+        """With this rank's share copied to host memory, so that the originals may change."""
+        copies = [(name, dtype, box, values.to("cpu", copy=True)) for name, dtype, box, values in self.writing]
+        return replace(self, writing=copies)
+
+
+def plan_save(ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> PlannedSave:
+    """Agree on who writes what; nothing is written yet. See `save_checkpoint`."""
+    held, text = _announced(ranks, step, tensors, values)
+    entries, takers = _assigned(held)
+    writing = [
+        (name, tensor.dtype, piece.box, piece.values)
+        for name, tensor in held.mine.items()
+        for piece in tensor.pieces
+        if takers[name, piece.box] == ranks.rank
+    ]
+    # Wide elements first, so that every tensor's bytes begin at a multiple of its element size.
+    writing.sort(key=lambda item: (-DTYPE_BYTES[item[1]], item[0], item[2]))
+    return PlannedSave(step, text, entries, writing)
+
+
+def finish_save(
+    ranks: Ranks, root: Path, planned: PlannedSave, *, keep_last: int | None, best: bool, disk: Disk
+) -> SavedCheckpoint:
+    """Write, publish and prune what was planned. See `save_checkpoint`."""
+    begun = time.monotonic()
     folder: Path | None = None
     try:
-        held, text = _announced(ranks, step, tensors, values)
-        plan = _Plan.of(held, ranks.rank)
-        folder = _begun(ranks, Path(root), disk)
-        manifest = _written(ranks, plan, folder, step, text, disk)
-        path, removed = _committed(ranks, Path(root), folder, manifest, keep_last, best, disk)
+        folder = _begun(ranks, root, disk)
+        manifest = _written(ranks, planned, folder, disk)
+        path, removed = _committed(ranks, root, folder, manifest, keep_last, best, disk)
     except SaveFailed:
         if folder is not None and ranks.is_first and folder.exists():
             _discard_quietly(folder, disk)
         raise
-    return SavedCheckpoint(path, step, manifest.num_bytes, time.monotonic() - begun, tuple(removed))
+    return SavedCheckpoint(path, planned.step, manifest.num_bytes, time.monotonic() - begun, tuple(removed))
 
 
 @dataclass(frozen=True)
@@ -131,42 +167,26 @@ def _announced(
     return _Announcement(entries, mine), text
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Who writes which box, in the order of each file; the same on every rank but for `mine`."""
-
-    entries: dict[str, TensorEntry]
-    writing: list[tuple[str, str, Box, torch.Tensor]]
-
-    @classmethod
-    def of(cls, held: _Announcement, rank: int) -> _Plan:
-        """Boxes that one rank alone holds go to it, then each copy, largest first, to the holder with the least to write."""
-        loads: dict[int, int] = {}
-        takers: dict[tuple[str, Box], int] = {}
-        boxes = [
-            (DTYPE_BYTES[dtype] * box.num_elements, name, box, holders)
-            for name, (dtype, _, by_box) in held.entries.items()
-            for box, holders in by_box.items()
+def _assigned(held: _Announcement) -> tuple[dict[str, TensorEntry], dict[tuple[str, Box], int]]:
+    """Boxes that one rank alone holds go to it, then each copy, largest first, to the holder with the least to write."""
+    loads: dict[int, int] = {}
+    takers: dict[tuple[str, Box], int] = {}
+    boxes = [
+        (DTYPE_BYTES[dtype] * box.num_elements, name, box, holders)
+        for name, (dtype, _, by_box) in held.entries.items()
+        for box, holders in by_box.items()
+    ]
+    for size, name, box, holders in sorted(boxes, key=lambda item: (len(item[3]) > 1, -item[0], item[1], item[2])):
+        taker = min(holders, key=lambda holder: (loads.get(holder, 0), holder))
+        loads[taker] = loads.get(taker, 0) + size
+        takers[name, box] = taker
+    entries = {}
+    for name, (dtype, shape, by_box) in held.entries.items():
+        slices = [
+            Slice(_file_of(takers[name, box]), name if box == whole(shape) else f"{name}{box}", box) for box in sorted(by_box)
         ]
-        for size, name, box, holders in sorted(boxes, key=lambda item: (len(item[3]) > 1, -item[0], item[1], item[2])):
-            taker = min(holders, key=lambda holder: (loads.get(holder, 0), holder))
-            loads[taker] = loads.get(taker, 0) + size
-            takers[name, box] = taker
-        entries = {}
-        for name, (dtype, shape, by_box) in held.entries.items():
-            slices = [
-                Slice(_file_of(takers[name, box]), name if box == whole(shape) else f"{name}{box}", box) for box in sorted(by_box)
-            ]
-            entries[name] = TensorEntry(dtype, shape, tuple(slices))
-        writing = [
-            (name, tensor.dtype, piece.box, piece.values)
-            for name, tensor in held.mine.items()
-            for piece in tensor.pieces
-            if takers[name, piece.box] == rank
-        ]
-        # Wide elements first, so that every tensor's bytes begin at a multiple of its element size.
-        writing.sort(key=lambda item: (-DTYPE_BYTES[item[1]], item[0], item[2]))
-        return cls(entries, writing)
+        entries[name] = TensorEntry(dtype, shape, tuple(slices))
+    return entries, takers
 
 
 def _file_of(rank: int) -> str:
@@ -186,14 +206,15 @@ def _begun(ranks: Ranks, root: Path, disk: Disk) -> Path:
     return root / str(told["folder"])
 
 
-def _written(ranks: Ranks, plan: _Plan, folder: Path, step: int, text: bytes, disk: Disk) -> Manifest:
+def _written(ranks: Ranks, planned: PlannedSave, folder: Path, disk: Disk) -> Manifest:
     """Every rank writes its file, the first one the values too; the manifest of all."""
     files: dict[str, list[Any]] = {}
     fault = None
     try:
-        if plan.writing:
-            files[_file_of(ranks.rank)] = _write_shard(folder / _file_of(ranks.rank), plan, disk)
+        if planned.writing:
+            files[_file_of(ranks.rank)] = _write_shard(folder / _file_of(ranks.rank), planned, disk)
         if ranks.is_first:
+            text = planned.values_text
             files[VALUES_NAME] = [len(text), write_file(folder / VALUES_NAME, text, disk)]
         disk.sync_folder(folder)
     except (OSError, RuntimeError, MemoryError) as error:
@@ -201,20 +222,20 @@ def _written(ranks: Ranks, plan: _Plan, folder: Path, step: int, text: bytes, di
     everyone = ranks.gather({"fault": fault, "files": files})
     _require_no_faults([told["fault"] for told in everyone], "older checkpoints are whole")
     return Manifest(
-        step=step,
+        step=planned.step,
         world_size=ranks.world_size,
         files={name: StoredFile(*file) for told in everyone for name, file in told["files"].items()},
-        tensors=plan.entries,
+        tensors=planned.entries,
         written_by=f"shardwright {__version__}, torch {torch.__version__}",
     )
 
 
-def _write_shard(path: Path, plan: _Plan, disk: Disk) -> list[Any]:
+def _write_shard(path: Path, planned: PlannedSave, disk: Disk) -> list[Any]:
     """Write a rank's file; its size in bytes and SHA-256."""
-    keys = {(name, part.box): part.key for name, entry in plan.entries.items() for part in entry.slices}
+    keys = {(name, part.box): part.key for name, entry in planned.entries.items() for part in entry.slices}
     with HashedFile(path, disk) as file:
-        file.write(memoryview(compose_header([(keys[name, box], dtype, box.lengths) for name, dtype, box, _ in plan.writing])))
-        for _, _, _, values in plan.writing:
+        file.write(memoryview(compose_header([(keys[name, box], dtype, box.lengths) for name, dtype, box, _ in planned.writing])))
+        for _, _, _, values in planned.writing:
             for block in blocks(values):
                 file.write(block)
         sha256 = file.finish()

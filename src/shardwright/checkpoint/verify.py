@@ -108,7 +108,10 @@ def verify_checkpoint(folder: Path, *, on_block: Callable[[int], None] | None = 
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return None, [error.problem]
-    faults = faults_of_folder(folder, manifest)
+    try:
+        faults = faults_of_folder(folder, manifest)
+    except OSError as error:
+        faults = [f"cannot be read: {error.strerror}"]
     if not faults:
         faults = faults_of_files(folder, manifest, manifest.files, on_block=on_block)
     return manifest, faults
