@@ -54,6 +54,9 @@ def test_the_check_sees_one_weight(run: Path, tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(CheckFailed, match=r"missing_keys.*model\.layers\.2\."):
         check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32))
+    config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 5'))
+    with pytest.raises(CheckFailed, match="transformers cannot load the folder"):
+        check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32))
 
 
 def test_a_failed_check_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

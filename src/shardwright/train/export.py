@@ -82,7 +82,10 @@ def check_with_transformers(folder: Path, expected_BTV: Tensor) -> float:
     gc.collect()  # our decoder goes before theirs comes: a model in memory once, not twice
     from transformers import AutoModelForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # whatever their constructors and validators raise, the folder is not what its users need
+        raise CheckFailed(f"transformers cannot load the folder: {error}") from error
     model, loading = loaded
     faults = [f"{kind}: {', '.join(map(str, found))}" for kind, found in loading.items() if found]
     if faults:
