@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) -c constraints.txt ninja accelerate
+	@$(PIP) -c constraints.txt setuptools wheel ninja accelerate
 	@$(PIP) -c constraints.txt --no-build-isolation deepspeed
 	@touch $@
 
