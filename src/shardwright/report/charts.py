@@ -253,13 +253,11 @@ def _chart_time(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
 
 
 def _tabulate(axis: _Axis, runs: Sequence[Run], columns: Sequence[tuple[str, Callable[[Run], Floats]]]) -> Table:
-    """A column per run and value; rows where the first run has steps."""
+    """A column per run and value; rows at steps of the longest run."""
     listed = [(run, name, values) for run in runs for name, values in columns if len(run.steps)]
     if not listed:
         return Table((axis.label,), ())
-    curves = {
-        (id(run), name): dict(zip(axis.of_steps(run).tolist(), values(run).tolist(), strict=True)) for run, name, values in listed
-    }
+    curves = [(axis.of_steps(run), values(run)) for run, _, values in listed]
     longest = max(runs, key=lambda run: len(run.steps))
     x = axis.of_steps(longest)
     wanted = set(np.unique(np.linspace(0, len(x) - 1, min(_TABLE_ROWS, len(x))).round().astype(int)).tolist())
@@ -269,11 +267,17 @@ def _tabulate(axis: _Axis, runs: Sequence[Run], columns: Sequence[tuple[str, Cal
     rows = []
     for index in sorted(wanted):
         at = float(x[index])
-        cells = [curves[id(run), name].get(at, math.nan) for run, name, _ in listed]
+        cells = [_value_at(at, *curve) for curve in curves]
         rows.append((f"{at:,.0f}", *(write_value(cell) if math.isfinite(cell) else "" for cell in cells)))
     heads = [name if len(runs) == 1 else f"{run.name}: {name}" for run, name, _ in listed]
     note = f"{len(rows)} of {len(x):,} steps; events.jsonl has them all." if len(rows) < len(x) else ""
     return Table((axis.label, *heads), tuple(rows), note)
+
+
+def _value_at(at: float, x: Floats, y: Floats) -> float:
+    """y at the last x that is not after `at`; NaN outside. Runs with other batches have no point at the very same token."""
+    index = int(np.searchsorted(x, at, side="right")) - 1
+    return float(y[index]) if index >= 0 and at <= x[-1] else math.nan
 
 
 def thin_for_hover(series: Series, buckets: int = 150) -> Series:

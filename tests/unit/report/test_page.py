@@ -137,8 +137,10 @@ def test_runs_with_other_batches_share_an_axis_of_tokens(tmp_path: Path) -> None
     small = write_run(tmp_path / "small", 20)
     steps = [one_step(i, falling(i), tokens=128) for i in range(1, 21)]
     large = write_events(tmp_path / "large", [start_event(name="large", global_batch_tokens=128), *steps])
-    data = json.loads(re.search(r'id="loss-data">(.*?)</script>', render(small, large))[1])  # type: ignore[index]
+    page = render(small, large)
+    data = json.loads(re.search(r'id="loss-data">(.*?)</script>', page)[1])  # type: ignore[index]
     assert data["x"] == "tokens seen"
+    assert f"<td>{64 * 2:,}</td><td>{falling(2):.4g}</td><td></td><td>{falling(1):.4g}</td>" in page
     assert [s["x"][-1] for s in data["series"]] == [20 * 64, 20 * 128]
 
 
