@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +25,18 @@ class StopRequest:
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """Signal handler. A second signal changes nothing: the save under way is what both asked for."""
         self.name = self.name or signal.Signals(number).name
+
+
+def stop_without_parent(request: StopRequest, every_seconds: float = 1.0) -> None:
+    """Ask for a stop once the process that started this one is gone: a launcher that was killed passes no signal on."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every_seconds)
+        request.name = request.name or "the launcher's death"
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 @contextmanager

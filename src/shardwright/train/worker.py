@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwright.errors import ExitCode
 from shardwright.train.outcome import note_outcome, note_process
 from shardwright.train.ranks import find_ranks
-from shardwright.train.signals import listening_for_stop
+from shardwright.train.signals import listening_for_stop, stop_without_parent
 
 
 def main() -> int:
@@ -17,6 +17,7 @@ def main() -> int:
     assert ranks is not None, "this module is started by launch_ranks"
     failure: BaseException | None = None
     with listening_for_stop() as stop:
+        stop_without_parent(stop)
         if note_process(ranks.rank):
             stop.name = "SIGTERM"
         try:
