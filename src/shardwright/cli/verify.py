@@ -110,11 +110,11 @@ def _show(report: Report, console: Console) -> None:
 
 
 def _worst(cells: list[CellResult]) -> tuple[str, str]:
-    """What came closest to its limit, and its error; nan is beyond any."""
+    """What came closest to its limit, and its error."""
     found = [finding for cell in cells for finding in cell.findings if finding.allowed > 0.0]
     if not found:
         return "", ""
-    worst = max(found, key=lambda finding: (not finding.passed, finding.error != finding.error, finding.error / finding.allowed))
+    worst = max(found, key=lambda finding: finding.severity)
     return f"{worst.quantity}: {worst.subject}", f"{worst.error:.1e}"
 
 

@@ -52,6 +52,15 @@ class Finding:
         """Whether the error is small enough; nan is not."""
         return self.error <= self.allowed
 
+    @property
+    def severity(self) -> float:
+        """Error as a share of what is allowed, by which the worst of several is chosen; nan is as bad as inf."""
+        if math.isnan(self.error):
+            return math.inf
+        if self.allowed == 0.0:
+            return math.inf if self.error else 0.0
+        return self.error / self.allowed
+
 
 def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation: Mutation | None = None) -> list[Finding]:
     """All comparisons of one layout in one case, as this rank sees them. Runs on every rank of the layout."""
@@ -207,9 +216,7 @@ def _worst(
     worst, seen = Finding(quantity, "every parameter", 0.0, allowed), set()
     for name, got, want in pairs:
         seen.add(name)
-        finding = _compare_tensor(quantity, name, got, want, scale, allowed)
-        if not finding.error / finding.allowed <= worst.error / worst.allowed:  # nan compares false, and wins
-            worst = finding
+        worst = max(worst, _compare_tensor(quantity, name, got, want, scale, allowed), key=lambda finding: finding.severity)
     missing = sorted(set(wanted) - seen)
     return Finding(quantity, f"{missing[0]}: absent", math.inf, allowed) if missing else worst
 

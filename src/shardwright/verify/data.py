@@ -14,8 +14,8 @@ from shardwright.data.dataset import IGNORED_LABEL, Sample
 from shardwright.data.order import SampleOrder
 from shardwright.plan import BatchPlan
 
-_SHARES = (1.0, 0.6, 0.35, 0.8)
-"""Shares of a row's tokens that are supervised, in turn."""
+_SHARES = (0.9, 0.5, 0.2)
+"""Shares of a row's tokens that are supervised, by data rank; rows differ from them by chance."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,19 @@ class UnevenDataset:
             document_ids = np.searchsorted(starts, np.arange(length), side="right")
             positions = np.arange(length) - np.concatenate([[0], starts])[document_ids]
             labels[starts - 1] = IGNORED_LABEL  # the next token is another document's
-        labels[~self._supervised(position, random)] = IGNORED_LABEL
+        labels[~self._supervised(position, random, labels != IGNORED_LABEL)] = IGNORED_LABEL
         return Sample(inputs, labels, positions, document_ids)
 
-    def _supervised(self, position: int, random: np.random.Generator) -> np.ndarray:
-        """Which tokens of a row may be supervised, `[T]`."""
-        batch, length = self.batch, self.sequence_length
-        step, within = divmod(position, batch.global_batch_size)
-        accumulation, rest = divmod(within, batch.micro_batch_size * batch.data_ranks)
+    def _supervised(self, position: int, random: np.random.Generator, allowed: np.ndarray) -> np.ndarray:
+        """Which of the tokens that may be supervised are, `[T]`."""
+        batch = self.batch
+        accumulation, rest = divmod(position % batch.global_batch_size, batch.micro_batch_size * batch.data_ranks)
         data_rank, row = divmod(rest, batch.micro_batch_size)
-        none = np.zeros(length, dtype=bool)
-        if batch.data_ranks == 1:
-            if accumulation == 0 and batch.gradient_accumulation_steps > 1:
-                return none
-        elif data_rank == batch.data_ranks - 1:
+        chosen = np.zeros_like(allowed)
+        if batch.data_ranks == 1 and accumulation == 0 and batch.gradient_accumulation_steps > 1:
+            return chosen
+        if batch.data_ranks > 1 and data_rank == batch.data_ranks - 1:
             if row == 0 and accumulation == batch.gradient_accumulation_steps - 1:
-                none[length // 2] = True
-            return none
-        share = _SHARES[(3 * data_rank + 2 * accumulation + row + step) % len(_SHARES)]
-        return random.random(length) < share
+                chosen[random.choice(np.flatnonzero(allowed))] = True
+            return chosen
+        return allowed & (random.random(len(allowed)) < _SHARES[data_rank % len(_SHARES)])

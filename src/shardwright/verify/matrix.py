@@ -176,9 +176,5 @@ def _run_cell(problem: Problem, layout: Layout, path: Path, pool: RankPool, muta
 
 
 def _worst_of(findings: Sequence[Finding]) -> Finding:
-    """The finding of the rank that is furthest off; nan is furthest."""
-    worst = findings[0]
-    for finding in findings[1:]:
-        if not finding.error / (finding.allowed or 1.0) <= worst.error / (worst.allowed or 1.0):
-            worst = finding
-    return worst
+    """The finding of the rank that is furthest off."""
+    return max(findings, key=lambda finding: finding.severity)
