@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.families import FAMILIES
+from shardwright.errors import ArchitectureError
 from shardwright.model.decoder import Decoder
 from shardwright.model.export import ARCHITECTURES, write_folder
 from shardwright.model.load import WeightsFolder
@@ -123,3 +125,16 @@ def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
     _, _, decoder = load_ours(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(decoder(ids()), theirs(ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt2", "gpt_neox"}))
+def test_widths_that_transformers_would_not_load_are_refused_before_training(family: str) -> None:
+    """A width that is no multiple of the heads, though head_dim is given: some families' classes refuse it, some do not."""
+    fields = {**COMMON, **SPECIAL.get(family, {}), "hidden_size": 26, "head_dim": 8}
+    try:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    except StrictDataclassClassValidationError:
+        with pytest.raises(ArchitectureError):
+            read_config({"model_type": family, **fields})
+    else:
+        read_config({"model_type": family, **fields})

@@ -130,6 +130,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
+_WHOLE_HEADS = frozenset({"llama", "gemma2", "gemma3_text"})
+"""Families whose width transformers wants to be a multiple of the heads even where head_dim is given: a model of another width
+could be trained, but no export of it would load."""
+
+
 def _check(shape: ModelShape) -> None:
     """Refuse widths that do not fit together."""
     if shape.num_heads % shape.num_kv_heads:
@@ -140,7 +145,7 @@ def _check(shape: ModelShape) -> None:
             allowed=f"a divisor of {shape.num_heads}",
         )
     given = "head_dim" in shape.config and shape.config["head_dim"] is not None
-    if not given and shape.hidden_size % shape.num_heads:
+    if shape.hidden_size % shape.num_heads and (not given or shape.family in _WHOLE_HEADS):
         raise ArchitectureError(
             "the width is not a multiple of the heads",
             field="hidden_size",
