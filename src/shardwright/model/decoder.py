@@ -93,15 +93,12 @@ class Block(nn.Module):
         self.parallel, self.residual_scale = shape.parallel_residual, shape.residual_scale
         self.dropout = shape.residual_dropout
         names = shape.names
-        for norm in (names.pre_attention_norm, names.attention, names.post_attention_norm, names.pre_mlp_norm, names.mlp):
-            if norm == names.attention:
-                self.add_module(norm, Attention(shape, index))
-            elif norm == names.mlp:
-                self.add_module(norm, FeedForward(shape))
-            elif norm is not None:
-                self.add_module(norm, build_norm(shape))
-        if names.post_mlp_norm is not None:
-            self.add_module(names.post_mlp_norm, build_norm(shape))
+        self._add_norm(names.pre_attention_norm, shape)
+        self.add_module(names.attention, Attention(shape, index))
+        self._add_norm(names.post_attention_norm, shape)
+        self._add_norm(names.pre_mlp_norm, shape)
+        self.add_module(names.mlp, FeedForward(shape))
+        self._add_norm(names.post_mlp_norm, shape)
         self._recompute: Recompute | None = None
         self._run: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = self.run
 
@@ -136,6 +133,10 @@ class Block(nn.Module):
         fed = getattr(self, names.mlp)(self._norm(names.pre_mlp_norm, x_BTD))
         fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, dropout)
         return self._add(x_BTD, fed)
+
+    def _add_norm(self, name: str | None, shape: ModelShape) -> None:
+        if name is not None:
+            self.add_module(name, build_norm(shape))
 
     def _norm(self, name: str | None, x_BTD: Tensor) -> Tensor:
         return x_BTD if name is None else getattr(self, name)(x_BTD)
