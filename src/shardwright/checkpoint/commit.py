@@ -58,14 +58,16 @@ def step_folders(root: Path) -> list[StepFolder]:
 
 
 def read_pointer(root: Path, pointer: str) -> StepFolder | None:
-    """The folder that `latest` or `best` names, whether it is there or not; None without a pointer, or with a damaged one."""
+    """The folder that `latest` or `best` names, whether it is there or not; None without a pointer, or with one not to be followed."""
     if not (root / pointer).is_file():
         return None
     try:
         name = read_small(root / pointer, 100).decode("utf-8", errors="replace").strip()
     except CheckpointError:
         return None
-    return StepFolder.of(root / name) if _STEP_NAME.fullmatch(name) else None
+    if not _STEP_NAME.fullmatch(name) or (root / name).is_symlink():
+        return None
+    return StepFolder.of(root / name)
 
 
 def in_order_of_trust(root: Path) -> list[StepFolder]:
