@@ -58,7 +58,7 @@ def step_folders(root: Path) -> list[StepFolder]:
 
 
 def read_pointer(root: Path, pointer: str) -> StepFolder | None:
-    """The folder that `latest` or `best` names, whether it is there or not; None without a pointer, or with one not to be followed."""
+    """The folder that `latest` or `best` names, whether it is there or not; None without a pointer, or with a wrong one."""
     if not (root / pointer).is_file():
         return None
     try:

@@ -307,7 +307,7 @@ def fuzz(root: Path, rounds: int) -> None:
 
 
 def test_fuzzed_manifests_and_headers(root: Path) -> None:
-    fuzz(root, 600)
+    fuzz(root, 300)
 
 
 @pytest.mark.long
