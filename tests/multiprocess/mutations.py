@@ -69,6 +69,18 @@ def normaliser_forgets_an_axis() -> Iterator[None]:
 
 
 @contextmanager
+def loss_of_the_own_rank() -> Iterator[None]:
+    """5: the reported loss is summed over some ranks and divided by the tokens of all."""
+    original = ParallelModel.sum_over_data
+
+    def forget_losses(self: ParallelModel, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_floating_point() else original(self, tensor)
+
+    with patch.object(ParallelModel, "sum_over_data", forget_losses):
+        yield
+
+
+@contextmanager
 def a_batch_reports_no_tokens() -> Iterator[None]:
     """6: one path forgets to count its tokens."""
     original = cell.step_micro_batches
@@ -338,6 +350,20 @@ def loss_scale_is_not_divided() -> Iterator[None]:
     """43: the update does not know of the loss scale."""
     original = cell.update
     with patch.object(cell, "update", lambda *arguments, **named: original(*arguments, **(named | {"scaler": None}))):
+        yield
+
+
+@contextmanager
+def accumulated_gradients_are_wiped() -> Iterator[None]:
+    """42: a micro-batch starts by clearing what the ones before it left."""
+    original = ParallelModel.synchronising
+
+    def wipe(self: ParallelModel, last: bool) -> Any:
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+        return original(self, last)
+
+    with patch.object(ParallelModel, "synchronising", wipe):
         yield
 
 
