@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, show_log
+
+if TYPE_CHECKING:
+    from shardwright.train.generate import Completion
 
 SCHEMA_VERSION = 1
 
@@ -66,25 +69,27 @@ def generate_command(
     )
     seconds = time.perf_counter() - began
     show("\n")
-    reasons = {
-        "eos": "the text ended",
-        "length": f"--max-new-tokens {max_new_tokens}",
-        "positions": f"the model's {decoder.shape.max_position_embeddings} positions are used up (--slide goes on)",
-    }
     sys.stderr.write(
         f"{model.name}: {len(completion.new_ids)} tokens, {len(completion.new_ids) / seconds:.1f} tokens/s; "
-        f"stopped: {reasons[completion.stopped]}\n"
+        f"stopped: {_STOPPED[completion.stopped]}\n"
     )
     if json_output:
-        told = {
-            "schema_version": SCHEMA_VERSION,
-            "source": model.name,
-            "step": model.step,
-            "prompt": prompt,
-            "text": completion.text,
-            "num_prompt_tokens": len(completion.prompt_ids),
-            "num_new_tokens": len(completion.new_ids),
-            "stopped": completion.stopped,
-            "seconds": seconds,
-        }
+        told = _as_json(completion) | {"source": model.name, "step": model.step, "prompt": prompt, "seconds": seconds}
         sys.stdout.write(json.dumps(told) + "\n")
+
+
+_STOPPED = {
+    "eos": "the text ended",
+    "length": "--max-new-tokens is reached",
+    "positions": "the model's positions are used up (--slide goes on)",
+}
+
+
+def _as_json(completion: Completion) -> dict[str, object]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "text": completion.text,
+        "num_prompt_tokens": len(completion.prompt_ids),
+        "num_new_tokens": len(completion.new_ids),
+        "stopped": completion.stopped,
+    }
