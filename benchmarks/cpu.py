@@ -242,12 +242,10 @@ def print_comparison(measured: dict[str, Any]) -> None:
     print(f"{measured['name']}:", flush=True)
     for name, row in measured["contenders"].items():
         ratio = f"  shardwright is {ours['tokens_per_second'] / row['tokens_per_second']:.2f}x" if ours and row is not ours else ""
-        print(
-            f"  {name:24}{row['tokens_per_second']:8.0f} tok/s ({row['tokens_per_second_lowest']:.0f} to "
-            f"{row['tokens_per_second_highest']:.0f}) {row['peak_memory_bytes'] / 2**20:7.0f} MiB {row['processor_seconds_per_step']:6.2f} cpu s/step  loss {row['first_loss']:.4f} -> "
-            f"{row['last_loss']:.4f}{ratio}",
-            flush=True,
-        )
+        lowest, highest = row["tokens_per_second_lowest"], row["tokens_per_second_highest"]
+        rate = f"{row['tokens_per_second']:8.0f} tok/s ({lowest:.0f} to {highest:.0f})"
+        cost = f"{row['processor_seconds_per_step']:6.2f} processor s/step {row['peak_memory_bytes'] / 2**20:6.0f} MiB"
+        print(f"  {name:24}{rate} {cost}  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{ratio}", flush=True)
 
 
 if __name__ == "__main__":

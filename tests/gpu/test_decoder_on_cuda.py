@@ -1,0 +1,124 @@
+"""The decoder on CUDA: equal to transformers, through the flash kernel, loss without whole logits, text.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.model.decoder import Decoder
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.train.generate import Sampling, complete
+from tests.gpu.conftest import LLAMA
+
+
+def build_pair(device: torch.device, compute: torch.dtype | None = None) -> tuple[Any, Decoder]:
+    """transformers' model and ours with the same fp32 weights, drawn on the CPU."""
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA), dtype=torch.float32).eval()
+    decoder = Decoder(read_config(LLAMA), loss_function=partial(chunked_cross_entropy, chunk_tokens=128), compute_dtype=compute)
+    weights = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
+    decoder.load_state_dict(weights)
+    return reference.to(device), decoder.to(device).eval()
+
+
+def draw_tokens(device: torch.device, num_sequences: int = 2, num_tokens: int = 256) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, LLAMA["vocab_size"], (num_sequences, num_tokens), generator=generator).to(device)
+
+
+def shift(ids_BT: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    reference = theirs.detach().double()
+    return float((ours.detach().double() - reference).norm() / reference.norm())
+
+
+def test_float32_equals_transformers_in_logits_loss_and_every_gradient(device: torch.device) -> None:
+    reference, decoder = build_pair(device)
+    ids_BT = draw_tokens(device)
+    theirs = reference(input_ids=ids_BT, labels=ids_BT)
+    assert distance(decoder(ids_BT), theirs.logits) < 1e-5
+
+    labels_BT = shift(ids_BT)
+    loss = decoder(ids_BT, labels_BT=labels_BT) / (labels_BT != -100).sum()
+    assert loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
+    loss.backward()
+    theirs.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None
+        assert distance(parameter.grad, gradients[name]) < 1e-4, name
+
+
+def test_bf16_rounds_as_bf16_does(device: torch.device) -> None:
+    reference, decoder = build_pair(device, torch.bfloat16)
+    ids_BT = draw_tokens(device)
+    exact = reference(input_ids=ids_BT).logits
+    with torch.autocast(device.type, torch.bfloat16):
+        theirs = reference(input_ids=ids_BT).logits
+    ours = decoder(ids_BT)
+    # bf16 keeps 8 bits; ours may be no further from fp32 than autocast's, with a little room.
+    assert distance(ours, exact) < max(1.5 * distance(theirs, exact), 2e-3)
+
+
+def test_auto_attention_runs_a_fused_kernel_forward_and_backward(device: torch.device) -> None:
+    _, decoder = build_pair(device, torch.bfloat16)
+    ids_BT = draw_tokens(device)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        decoder(ids_BT, labels_BT=shift(ids_BT)).backward()
+    operators = {event.key for event in recorded.key_averages() if "scaled_dot_product" in event.key}
+    assert any("flash" in name or "cudnn" in name for name in operators), operators
+    assert any("backward" in name for name in operators), operators
+    assert not any("math" in name for name in operators), operators
+
+
+def test_documents_do_not_see_each_other(device: torch.device) -> None:
+    _, decoder = build_pair(device)
+    ids_BT = draw_tokens(device, 1, 64)
+    documents_BT = torch.tensor([[0] * 24 + [1] * 40], device=device)
+    packed = decoder(ids_BT, document_ids_BT=documents_BT)
+    assert distance(packed[:, 24:], decoder(ids_BT[:, 24:])) < 1e-5
+
+
+def test_loss_never_holds_whole_logits(cuda: torch.device) -> None:
+    hidden_ND = torch.randn(8192, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = torch.randn(32_000, 64, device=cuda, requires_grad=True)
+    labels_N = torch.randint(0, 32_000, (8192,), device=cuda)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=512).backward()
+    whole_logits_bytes = 8192 * 32_000 * 4
+    assert torch.cuda.max_memory_allocated() - before < whole_logits_bytes / 3
+
+
+class _Numbers:
+    """Ids written as numbers."""
+
+    vocab_size, eos_id, unknown_id, prefix_ids = LLAMA["vocab_size"], None, None, ()
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(str(token) for token in ids)
+
+
+def test_greedy_text_is_that_of_the_plain_definition(device: torch.device, shape: ModelShape) -> None:
+    _, decoder = build_pair(device)
+    completion = complete(decoder, _Numbers(), "5 6 7", Sampling(temperature=0.0), max_new_tokens=12)
+    ids = [5, 6, 7]
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(decoder(torch.tensor([ids], device=device))[0, -1].argmax()))
+    assert list(completion.new_ids) == ids[3:]

@@ -1,0 +1,215 @@
+"""Training steps on CUDA: the CPU's numbers, the fused optimizer, recompute and compile, one rank under NCCL, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwright.architecture import ModelShape
+from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint.save import save_checkpoint
+from shardwright.config import Recipe
+from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import Layout
+from shardwright.model.decoder import Decoder
+from shardwright.model.init import initialise
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.precision import dtypes
+from shardwright.optim import build_optimizer
+from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
+from shardwright.parallel.apply import ParallelModel, apply_layout
+from shardwright.parallel.shard import shard
+from shardwright.plan import BatchPlan, Plan
+from shardwright.train.start import train
+from shardwright.train.step import accumulate_gradients, update
+
+
+def build_decoder(shape: ModelShape, precision: PrecisionSection) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(
+            shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=128), compute_dtype=dtypes(precision).compute
+        )
+
+
+def build_model(
+    shape: ModelShape, device: torch.device, *, kind: Any = "fp32", recompute: Any = "none", compile_blocks: bool = False
+) -> ParallelModel:
+    precision = PrecisionSection(kind=kind)
+    plan = Plan(Layout(), BatchPlan(128, 4, 1, 1), precision, recompute)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    return apply_layout(
+        build_decoder(shape, precision),
+        plan,
+        None,
+        device,
+        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+        compile_blocks=compile_blocks,
+    )
+
+
+def build_adamw(model: ParallelModel) -> torch.optim.Optimizer:
+    return build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.1)
+
+
+def draw_batch(shape: ModelShape) -> MicroBatch:
+    generator = torch.Generator().manual_seed(3)
+    ids_BT = torch.randint(0, shape.vocab_size, (4, 128), generator=generator)
+    labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
+    positions_BT = torch.arange(128).expand(4, 128)
+    return MicroBatch(ids_BT, labels_BT, positions_BT, None, torch.arange(4), int((labels_BT != -100).sum()))
+
+
+def run_steps(model: ParallelModel, shape: ModelShape, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+    batch, losses = draw_batch(shape), []
+    for step in range(num_steps):
+        losses.append(accumulate_gradients(model, [batch], seed=0, step=step).mean())
+        outcome = update(model, optimizer, learning_rate=1e-3, max_grad_norm=1.0)
+        assert not outcome.skipped
+    return losses
+
+
+def test_steps_are_those_of_the_cpu(device: torch.device, shape: ModelShape) -> None:
+    here, there = build_model(shape, device), build_model(shape, torch.device("cpu"))
+    ours, reference = (run_steps(model, shape, build_adamw(model), 3) for model in (here, there))
+    assert ours == pytest.approx(reference, rel=1e-5)
+
+
+def test_adamw_is_fused_and_bf16_learns(device: torch.device, shape: ModelShape) -> None:
+    model = build_model(shape, device, kind="bf16")
+    optimizer = build_adamw(model)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    losses = run_steps(model, shape, optimizer, 30)
+    assert losses[-1] < 0.5 * losses[0]
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert {parameter.dtype for _, parameter in model.named_parameters()} == {torch.float32}
+    assert {tensor.dtype for tensor in moments} == {torch.float32}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_memory_and_not_the_loss(device: torch.device, shape: ModelShape, recompute: str) -> None:
+    losses, peaks = [], []
+    for kind in ("none", recompute):
+        model = build_model(shape, device, recompute=kind)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        losses.append(run_steps(model, shape, build_adamw(model), 2))
+        if device.type == "cuda":
+            peaks.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+        del model
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    if peaks:
+        assert peaks[1] < peaks[0]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, at the import of its compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # its tracing looks at all
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_compute_the_same(device: torch.device, shape: ModelShape, recompute: str) -> None:
+    plain, compiled = (
+        build_model(shape, device, recompute=recompute, compile_blocks=compile_blocks) for compile_blocks in (False, True)
+    )
+    reference, ours = (run_steps(model, shape, build_adamw(model), 2) for model in (plain, compiled))
+    assert ours == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.fixture
+def one_rank(device: torch.device) -> Iterator[torch.device]:
+    """A process group of this process alone: NCCL on CUDA."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_of_zero_has_the_gradients_of_none(one_rank: torch.device, shape: ModelShape, stage: Any) -> None:
+    plain = build_model(shape, one_rank)
+    batch = draw_batch(shape).to(one_rank)
+    loss = plain.module(batch.input_ids_BT, labels_BT=batch.labels_BT)
+    loss.backward()
+
+    precision = PrecisionSection()
+    sharded = build_decoder(shape, precision)
+    mesh = init_device_mesh(one_rank.type, (1,), mesh_dim_names=("dp_shard",))
+    shard(sharded, sharded.blocks, Layout(zero_stage=stage), mesh, dtypes(precision))
+    sharded.to_empty(device=one_rank)
+    weights = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, parameter in sharded.named_parameters():
+            parameter.to_local().copy_(weights[name])  # type: ignore[attr-defined]
+    held = dict(sharded.named_parameters())
+    sharded_loss = sharded(batch.input_ids_BT, labels_BT=batch.labels_BT)
+    sharded_loss.backward()
+    assert sharded_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in held.items():
+        gradient, expected = parameter.grad, weights[name].grad
+        assert gradient is not None
+        assert expected is not None
+        difference = gradient.full_tensor() - expected  # type: ignore[attr-defined]
+        assert float(difference.norm() / expected.norm()) < 1e-5, name
+
+
+def test_checkpoint_brings_back_every_bit(device: torch.device, shape: ModelShape, tmp_path: Path) -> None:
+    model = build_model(shape, device, kind="bf16")
+    optimizer = build_adamw(model)
+    run_steps(model, shape, optimizer, 2)
+    saved = save_checkpoint(tmp_path, 2, state_of(model, optimizer), optimizer_values(optimizer))
+    going_on = run_steps(model, shape, optimizer, 2)
+
+    fresh = build_model(shape, device, kind="bf16")
+    fresh_optimizer = build_adamw(fresh)
+    load_optimizer_values(fresh_optimizer, load_checkpoint(saved.path, state_of(fresh, fresh_optimizer)))
+    resumed = run_steps(fresh, shape, fresh_optimizer, 2)
+    if device.type == "cuda":  # embedding gradients are summed by atomics there, in no fixed order
+        assert resumed == pytest.approx(going_on, rel=1e-5)
+    else:
+        assert resumed == going_on
+
+
+def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return weights | optimizer_tensors(optimizer, model.named_parameters())
+
+
+def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    cache_dir = str(tmp_path / "cache")
+    content = {
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 1,
+                "max_position_embeddings": 64,
+            }
+        },
+        "tokenizer": {"kind": "character"},
+        "data": {
+            "sources": [str(text)],
+            "validation_fraction": 0.1,
+            "validation_split": "tail",
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "training": {"sequence_length": 64, "micro_batch_size": 4, "max_steps": 12, "learning_rate": 1e-2, "schedule": "constant"},
+        "precision": "bf16",
+        "checkpoint": {"every_steps": 6},
+        "run": {"dir": str(tmp_path / "run"), "device": device.type},
+    }
+    first = train(Recipe.model_validate(content))
+    assert first is not None
+    assert first["status"] == "completed"
+    longer = content | {"training": content["training"] | {"max_steps": 20}}  # type: ignore[operator]
+    second = train(Recipe.model_validate(longer), resume=True)
+    assert second is not None
+    assert second["steps"] == 20
+    assert second["validation_loss"] < first["validation_loss"]

@@ -1,0 +1,198 @@
+"""The benchmarks' own promises: everybody reads the same tokens, goals missed are told, the GPU's cases can be rehearsed here."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.architecture import read_config
+from shardwright.data.order import SampleOrder
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # `benchmarks` is a program of the checkout, not a part of the package
+
+from benchmarks import cpu, gpu, launch, table  # noqa: E402
+from benchmarks.case import LLAMA_29M, Case, batch_of_step, shifted_labels, synthetic_tokens  # noqa: E402
+from benchmarks.contenders import CONTENDERS, TITLES  # noqa: E402
+from benchmarks.pace import Pace, high_water_bytes  # noqa: E402
+from benchmarks.shapes import SHAPES, TINY  # noqa: E402
+
+
+def make_case(**fields: Any) -> Case:
+    defaults: dict[str, Any] = {"contender": "shardwright", "zero_stage": 0, "precision": "fp32", "weights_dir": "weights"}
+    return Case(**(defaults | fields))
+
+
+def test_a_case_travels_as_json() -> None:
+    case = make_case(compile=True, micro_batch_size=3)
+    assert Case.from_json(case.to_json()) == case
+
+
+def test_ranks_read_their_slices_of_the_global_batch_in_order() -> None:
+    case, tokens = make_case(micro_batch_size=2), torch.arange(10)[:, None]
+    read = [batch_of_step(tokens, case, step, rank).flatten().tolist() for step in range(3) for rank in range(2)]
+    assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]
+
+
+def test_shardwright_reads_what_the_others_read() -> None:
+    from benchmarks.contenders.with_shardwright import SEED, SyntheticDataset
+
+    dataset, tokens = SyntheticDataset(64, 8), synthetic_tokens(64, 8)
+    order = SampleOrder(SEED, len(dataset))
+    for position in (0, 1, 7, len(dataset) + 3):
+        sample = dataset.sample(order.index_at(position), order.epoch_at(position))
+        expected_T = tokens[position % len(dataset)]
+        assert torch.equal(torch.from_numpy(sample.input_ids), expected_T)
+        assert torch.equal(torch.from_numpy(sample.labels), shifted_labels(expected_T[None])[0])
+
+
+def test_the_recipe_is_one_that_a_person_could_write() -> None:
+    from benchmarks.contenders.with_shardwright import recipe_of
+
+    recipe = recipe_of(make_case(zero_stage=3, precision="bf16"))
+    assert (recipe.layout.zero_stage, recipe.precision.kind, recipe.training.micro_batch_size) == (3, "bf16", 4)
+
+
+def test_the_clock_counts_blocks_and_stops_on_command() -> None:
+    replies = io.StringIO()
+    pace = Pace(io.StringIO("2\n1\nstop\n"), replies, lambda: None, "cpu")
+    assert pace.begin()
+    assert pace.step_done(1.0)
+    assert pace.step_done(torch.tensor(2.0))
+    assert not pace.step_done(3.0)
+    ready, first, second = (json.loads(line) for line in replies.getvalue().splitlines())
+    assert ready["ready"]
+    assert first["losses"] == [1.0, 2.0]
+    assert second["losses"] == [3.0]
+    assert first["seconds"] > 0
+    assert 0 < first["peak_rss_bytes"] <= high_water_bytes() * 2
+
+
+def test_a_rank_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+    case = make_case(contender="nobody", world_size=1)
+    with (
+        launch.Ranks(case, tmp_path, time_limit_seconds=60) as ranks,
+        pytest.raises(launch.RanksFailed, match="KeyError: 'nobody'"),
+    ):
+        ranks.wait_ready()
+
+
+def test_a_contender_that_does_other_work_is_no_row() -> None:
+    rows = {name: {"warmup": [{"losses": [loss]}]} for name, loss in (("a", 9.0), ("b", 9.0), ("c", 9.1))}
+    comparison = cpu.Comparison(0, "fp32", ("a", "b", "c"))
+    with pytest.raises(launch.RanksFailed, match="first losses differ"):
+        cpu.check_first_losses(comparison, rows)
+    rows["c"]["warmup"] = [{"losses": [9.0]}]
+    cpu.check_first_losses(comparison, rows)
+
+
+def test_names_agree() -> None:
+    assert CONTENDERS.keys() == TITLES.keys()
+    named = {contender for comparison in (*cpu.DEFAULT, *cpu.ON_REQUEST) for contender in comparison.contenders}
+    assert named | set(gpu.NEEDS) <= CONTENDERS.keys()
+    assert named - {"shardwright"} == table.CPU_GOALS.keys()
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *TINY])
+def test_flops_are_the_architecture_s(name: str) -> None:
+    shape = (SHAPES | TINY)[name]
+    for length in shape.micro_batch_sizes:
+        counted = gpu.count_flops_per_token(gpu.GpuCase(name, shape, length, ""))
+        assert counted == pytest.approx(read_config(shape.config).flops_per_token(length))
+
+
+def test_the_cpu_model_is_the_one_it_says() -> None:
+    assert read_config(LLAMA_29M).num_parameters == pytest.approx(29.5e6, rel=0.01)
+
+
+def make_cpu_result(speed: float, memory: float) -> dict[str, Any]:
+    def row(tokens_per_second: float, peak_memory_bytes: float) -> dict[str, Any]:
+        return {
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_lowest": tokens_per_second - 1,
+            "tokens_per_second_highest": tokens_per_second + 1,
+            "peak_memory_bytes": peak_memory_bytes,
+            "first_loss": 9.1,
+            "last_loss": 7.2,
+        }
+
+    conditions = {
+        "date": "2026-01-01",
+        "processor": "some",
+        "cores": 2,
+        "memory_bytes": 2**34,
+        "system": "Linux",
+        "python": "3.11",
+        "packages": {"torch": "2.13"},
+        "shardwright": "0.1.0",
+        "commit": None,
+    }
+    comparison = {
+        "zero_stage": 3,
+        "precision": "bf16",
+        "compile": False,
+        "world_size": 2,
+        "sequence_length": 512,
+        "micro_batch_size": 4,
+        "rounds": 5,
+        "steps_per_round": 2,
+        "warmup_steps": 2,
+        "contenders": {"shardwright": row(1000.0 * speed, 1e9 * memory), "deepspeed": row(1000.0, 1e9)},
+    }
+    return {"conditions": conditions, "num_parameters": 29_500_000, "skipped": {"trainer": "not here"}, "comparisons": [comparison]}
+
+
+def test_a_missed_goal_is_told_with_its_size() -> None:
+    page = table.render(make_cpu_result(speed=1.035, memory=1.2), notes="Because of the weather.")
+    assert "speed 1.03, goal 1.15 (10% short)" in page
+    assert "memory 1.20, goal 1.00 (20% over)" in page
+    assert "Because of the weather." in page
+    assert "skipped trainer: not here" in page
+
+
+def test_met_goals_are_said_to_be_met() -> None:
+    page = table.render(make_cpu_result(speed=1.16, memory=0.9))
+    assert "Every goal is met." in page
+    assert "falls short" not in page
+
+
+def test_gpu_cases_cover_what_was_promised() -> None:
+    listed = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = listed.stdout.split()
+    assert len(names) == 3 * 2 * 4
+    assert {"llama-3.2-1b-4096", "llama-3.2-3b-8192-compile", "llama-3-8b-12-layers-8192-compile-recompute"} <= set(names)
+
+
+def test_a_contender_s_missing_package_is_a_skip_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "pydantic" else object())
+    contenders, skipped = gpu.find_contenders([])
+    assert "shardwright" not in contenders
+    assert skipped["shardwright"] == "not installed: pydantic"
+
+
+@pytest.mark.long
+def test_the_gpu_benchmark_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+    rehearsal = ["--device", "cpu", "--shapes", "tiny", "--no-tests", "--case", "tiny-64-recompute", "--rounds", "1"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *rehearsal, "--steps", "2", "--warmup", "1", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    result = json.loads((tmp_path / "one-gpu.json").read_text())
+    (case,) = result["cases"]
+    measured = case["contenders"]
+    assert measured.keys() >= {"shardwright"}, ran.stderr
+    assert all("failed" not in row for row in measured.values()), ran.stderr
+    assert "tiny" in table.render(result)
