@@ -1,67 +1,15 @@
-"""What is measured of a run: time by part, throughput against the ceiling, time left, time that was useful, memory."""
+"""What is measured of a run: throughput against the ceiling, time left, time that was useful."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import psutil
 
 from shardwright.telemetry.events import Event, RunFinished, RunStarted, SkippedStep, Step, surviving_steps
 
 PARTS = ("data", "forward", "backward", "reduction", "optimizer")
 """The parts of a step; each is the field `<part>_seconds` of a `step` event."""
-
-
-class StepTimer:
-    """Seconds of a step by part. Parts may be entered many times a step, as accumulation does; they do not nest.
-
-    On an accelerator the host runs ahead of the device: give `synchronise`, and each part ends when its kernels have.
-
-    >>> timer = StepTimer()
-    >>> with timer.measuring("forward"):
-    ...     pass
-    >>> sorted(timer.finish())[:2]
-    ['backward_seconds', 'data_seconds']
-    """
-
-    def __init__(self, synchronise: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._synchronise = synchronise
-        self._clock = clock
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._began = clock()
-
-    @contextmanager
-    def measuring(self, part: str) -> Iterator[None]:
-        """Add the time spent inside to a part."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            if self._synchronise is not None:
-                self._synchronise()
-            self._seconds[part] += self._clock() - began
-
-    def add(self, part: str, seconds: float) -> None:
-        """Add time that was measured elsewhere, by device events for instance."""
-        self._seconds[part] += seconds
-
-    def restart(self) -> None:
-        """Begin the step now: what passed since the last one (an evaluation, a checkpoint) is no part of it."""
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._began = self._clock()
-
-    def finish(self) -> dict[str, float]:
-        """`<part>_seconds` and `step_seconds` of the step that ends now, as a `step` event takes them; the next step begins."""
-        now = self._clock()
-        taken = {f"{part}_seconds": seconds for part, seconds in self._seconds.items()}
-        taken["step_seconds"] = now - self._began
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._began = now
-        return taken
 
 
 @dataclass(frozen=True)
@@ -87,11 +35,6 @@ def measure_throughput(
     flops = tokens_per_second * flops_per_token if flops_per_token is not None else None
     mfu = flops / (world_size * matmul_flops_per_second) if flops is not None and matmul_flops_per_second else None
     return Throughput(tokens_per_second, flops, mfu)
-
-
-def measure_resident_bytes() -> int:
-    """Resident memory of this process now, in bytes: what a CPU rank holds. CUDA's numbers come from its allocator."""
-    return int(psutil.Process().memory_info().rss)
 
 
 class Smoothed:

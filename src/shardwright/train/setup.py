@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -147,4 +146,5 @@ def describe_device(device: torch.device) -> str:
     """The device as a person names it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.get_num_threads()} threads) on {socket.gethostname()}"
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' if threads != 1 else ''})"

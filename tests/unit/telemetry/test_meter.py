@@ -1,4 +1,4 @@
-"""Time by part, throughput, smoothing, time left, goodput."""
+"""Throughput, smoothing, time left, goodput."""
 
 from __future__ import annotations
 
@@ -11,62 +11,10 @@ from shardwright.telemetry.events import Checkpoint, Event, Resumed, SkippedStep
 from shardwright.telemetry.meter import (
     Progress,
     Smoothed,
-    StepTimer,
     measure_goodput,
-    measure_resident_bytes,
     measure_throughput,
 )
 from tests.unit.telemetry.samples import start_event, step_event
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_step_is_timed_by_part_and_begins_anew() -> None:
-    clock = Clock()
-    timer = StepTimer(clock=clock)
-    for part, seconds in (("data", 1.0), ("forward", 2.0), ("forward", 3.0), ("backward", 4.0)):
-        with timer.measuring(part):
-            clock.now += seconds
-    timer.add("reduction", 0.5)
-    clock.now += 0.25
-    taken = timer.finish()
-    assert taken == {
-        "data_seconds": 1.0,
-        "forward_seconds": 5.0,
-        "backward_seconds": 4.0,
-        "reduction_seconds": 0.5,
-        "optimizer_seconds": 0.0,
-        "step_seconds": 10.25,
-    }
-    clock.now += 7
-    timer.restart()
-    clock.now += 1
-    assert timer.finish()["step_seconds"] == 1.0
-
-
-def test_a_part_ends_when_the_device_does() -> None:
-    clock = Clock()
-
-    def synchronise() -> None:
-        clock.now += 2.0
-
-    timer = StepTimer(synchronise, clock)
-    with timer.measuring("forward"):
-        clock.now += 1.0
-    assert timer.finish()["forward_seconds"] == 3.0
-
-
-def test_an_unknown_part_is_an_error() -> None:
-    with pytest.raises(KeyError), StepTimer().measuring("lunch"):
-        pass
 
 
 def test_throughput_without_flops_or_ceiling() -> None:
@@ -85,10 +33,6 @@ def test_smoothing_forgets_by_half_lives_and_passes_nan_by() -> None:
     assert mean.value == pytest.approx(8.0)
     mean.add(0.0)
     assert mean.add(0.0) == pytest.approx(4.0)
-
-
-def test_resident_memory_is_that_of_a_python() -> None:
-    assert 1e6 < measure_resident_bytes() < 1e11
 
 
 def test_time_left_counts_evaluations_but_not_the_first_step() -> None:
