@@ -8,7 +8,8 @@
 A comparison is a zero_stage and a precision. All its contenders are started in fresh processes, warmed up, and then timed in
 turn (A B C A B C ...), so that what slows the machine slows them alike; each keeps one thread per rank. All begin from one
 set of weights and read the same tokens: a contender whose first loss differs from the others' is an error, not a row.
-Results go to `<out>/cpu-two-ranks.json`; `python -m benchmarks.table` writes them out for docs/benchmarks.
+Results go to `<out>/cpu-two-ranks.json` and `.md`, with `--publish` to docs/benchmarks as well, where `cpu-two-ranks.notes.md`
+says what a program cannot know: why.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from typing import Any
 from benchmarks.case import LLAMA_29M, Case, Precision
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
+from benchmarks.table import write_page
 
 SCHEMA_VERSION = 1
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 """Relative; bf16 kernels round differently (autocast keeps some operations in fp32)."""
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 NEEDS = {"deepspeed": "deepspeed", "trainer": "accelerate"}
 """Contender -> package it needs."""
 
@@ -96,9 +99,17 @@ def main() -> int:
                 continue
             result["comparisons"].append(measured)
             print_comparison(measured)
-    (arguments.out / "cpu-two-ranks.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{arguments.out / 'cpu-two-ranks.json'}")
+        whole = not failed and chosen == list(DEFAULT) and not arguments.contender
+        write_result(result, arguments.out, DOCS if whole and arguments.publish else None)
     return 1 if failed else 0
+
+
+def write_result(result: dict[str, Any], out: Path, docs: Path | None) -> None:
+    """JSON and Markdown into `out`, and into the documentation's folder where that is asked for."""
+    for folder in filter(None, (out, docs)):
+        (folder / "cpu-two-ranks.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_page(result, folder / "cpu-two-ranks.md")
+        print(folder / "cpu-two-ranks.md", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -114,6 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    parser.add_argument("--publish", action="store_true", help="write the table of a whole run to docs/benchmarks too")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds that one start or block may take")
     return parser.parse_args()
 

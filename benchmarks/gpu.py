@@ -30,6 +30,7 @@ from benchmarks.case import Case
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
 from benchmarks.shapes import SHAPES, TINY, Shape
+from benchmarks.table import write_page
 
 SCHEMA_VERSION = 1
 FIRST_LOSS_TOLERANCE = 0.02
@@ -178,7 +179,8 @@ def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str
         result["device"]["matmul_flops_per_second"] = median(ceilings)
         (arguments.out / "one-gpu.json").write_text(json.dumps(result, indent=1) + "\n")
         print_case(measured)
-    print(arguments.out / "one-gpu.json")
+    write_page(result, arguments.out / "one-gpu.md")
+    print(arguments.out / "one-gpu.md")
     return failed
 
 

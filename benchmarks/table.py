@@ -1,7 +1,7 @@
 """Tables for people out of the benchmarks' JSON: `python -m benchmarks.table RESULT.json docs/benchmarks/RESULT.md`.
 
-Nothing in a table is typed by hand but the notes: a file NOTES.md given with `--notes` is copied in under the numbers, for the
-reasons that a program cannot know.
+Nothing in a table is typed by hand but the notes: RESULT.notes.md beside the page is copied in under the numbers, for the reasons
+that a program cannot know.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ def main() -> None:
     """Write the Markdown of one result file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.split("\n\n")[0])
     parser.add_argument("result", type=Path, help="JSON of benchmarks.cpu or benchmarks.gpu")
-    parser.add_argument("page", type=Path, help="Markdown file to write")
-    parser.add_argument("--notes", type=Path, help="Markdown to copy in under the numbers")
+    parser.add_argument("page", type=Path, help="Markdown file to write; PAGE.notes.md beside it is copied in, where there is one")
     arguments = parser.parse_args()
-    notes = arguments.notes.read_text() if arguments.notes else ""
-    arguments.page.write_text(render(json.loads(arguments.result.read_text()), notes))
+    write_page(json.loads(arguments.result.read_text()), arguments.page)
+
+
+def write_page(result: dict[str, Any], page: Path) -> None:
+    """Write a result as Markdown, with the notes that lie beside the page."""
+    notes = page.with_suffix(".notes.md")
+    page.write_text(render(result, notes.read_text() if notes.is_file() else ""))
 
 
 def render(result: dict[str, Any], notes: str = "") -> str:

@@ -198,7 +198,7 @@ def test_a_recipe_trains_and_resumes(device: torch.device, tmp_path: Path) -> No
             "sources": [str(text)],
             "validation_fraction": 0.1,
             "validation_split": "tail",
-            "cache_dir": str(tmp_path / "cache"),
+            "cache_dir": cache_dir,
         },
         "training": {"sequence_length": 64, "micro_batch_size": 4, "max_steps": 12, "learning_rate": 1e-2, "schedule": "constant"},
         "precision": "bf16",
