@@ -51,14 +51,16 @@ def launch_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
             signals_to_handle="SIGQUIT",
         )
         statuses: dict[int, int] = {}
+        ended_at: dict[int, float] = {}
         with _environment(num_ranks, control), _passing_signals_on(control):
             try:
                 elastic_launch(config, sys.executable)("-m", module, *arguments)
             except ChildFailedError as error:
                 statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                ended_at = {rank: failure.timestamp for rank, failure in error.failures.items()}
         outcomes = read_outcomes(control)
         if statuses:
-            raise cause(outcomes, statuses)
+            raise cause(outcomes, statuses, ended_at)
         if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
             raise Preempted(outcomes[0].message)
 
@@ -71,6 +73,8 @@ def _environment(num_ranks: int, control: Path) -> Iterator[None]:
         CONTROL_VARIABLE: str(control),
         # Ranks that each take every core slow each other down; torchrun's default is 1.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
+        # c10d warns of peers that are gone, line by line; the cause is told once, at the end.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     former = {key: os.environ.get(key) for key in added}
     os.environ.update(added)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -83,24 +84,35 @@ def read_outcomes(folder: Path) -> list[Outcome]:
     return sorted(found, key=lambda outcome: outcome.at_seconds)
 
 
-def cause(outcomes: list[Outcome], exit_statuses: Mapping[int, int]) -> ShardwrightError:
+_TEARDOWN_SECONDS = 10.0
+"""A rank that dies by SIGKILL this long after another one has failed was hanging: the launcher kills what does not leave in 30."""
+
+
+def cause(
+    outcomes: list[Outcome], exit_statuses: Mapping[int, int], ended_at_seconds: Mapping[int, float] | None = None
+) -> ShardwrightError:
     """The one error to show for a failed run.
 
     A process that a signal killed is the cause of what its peers complain about; then the first wrong input; then the first
-    failure that is not a lost peer.
+    failure that is not a lost peer; then a rank that its peers waited for in vain.
 
     Args:
         outcomes: what the ranks left behind, by time.
-        exit_statuses: rank -> status of those the launcher saw fail first (negative: killed by that signal).
+        exit_statuses: rank -> status of those the launcher saw fail (negative: killed by that signal, perhaps by the launcher).
+        ended_at_seconds: rank -> when the launcher saw it, on the clock of the outcomes.
     """
+    failed = [outcome for outcome in outcomes if outcome.exit_code]
+    hung = []
     for rank, status in exit_statuses.items():
         if status < 0 and -status != signal.SIGTERM:
+            if failed and (ended_at_seconds or {}).get(rank, 0.0) > failed[0].at_seconds + _TEARDOWN_SECONDS:
+                hung.append(rank)
+                continue
             name = signal.Signals(-status).name
             hint = "; the system may be out of memory" if name == "SIGKILL" else ""
             return RankFailed(
                 f"rank {rank} was killed by {name}{hint}. All ranks have stopped; --resume goes on from the last checkpoint"
             )
-    failed = [outcome for outcome in outcomes if outcome.exit_code]
     for outcome in failed:
         if outcome.exit_code == ExitCode.WRONG_INPUT:
             kind = getattr(errors, outcome.kind, InputError)
@@ -108,6 +120,11 @@ def cause(outcomes: list[Outcome], exit_statuses: Mapping[int, int]) -> Shardwri
             return kind(details.pop("problem") or outcome.message, **details)
     if failed:
         first = next((outcome for outcome in failed if not is_lost_peer(outcome.message)), failed[0])
+        if hung and is_lost_peer(first.message):
+            return RankFailed(
+                f"rank {hung[0]} hung: rank {first.rank} waited for it in vain ({first_line(first.message)}). "
+                "All ranks have stopped; --resume goes on from the last checkpoint"
+            )
         known = getattr(errors, first.kind, None)
         if isinstance(known, type) and issubclass(known, ShardwrightError):
             return known(f"rank {first.rank}: {first.message}")
@@ -127,6 +144,15 @@ def is_lost_peer(message: str) -> bool:
         "DistNetworkError",
     )
     return any(sign in message for sign in signs)
+
+
+def first_line(message: str) -> str:
+    """Without the source file that gloo puts before its messages and the stack that c10d puts behind.
+
+    >>> first_line("[/gloo/transport/tcp/pair.cc:78] Timed out waiting 5000ms for recv\\nException raised from")
+    'Timed out waiting 5000ms for recv'
+    """
+    return re.sub(r"^\[[^\]]*\] *", "", message.partition("\n")[0])
 
 
 def _write(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ from shardwright.numerics.precision import LossScaler, dtypes
 from shardwright.optim import build_optimizer, learning_rate_at
 from shardwright.parallel.apply import Fill, ParallelModel, apply_layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
+from shardwright.train.outcome import first_line
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
 
@@ -76,12 +77,11 @@ def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: fl
         init_process_group(device.type, timeout=timedelta(seconds=timeout_seconds))
     except dist.DistError as error:
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        first_line = str(error).partition("\n")[0]
-        if "EADDRINUSE" in first_line:
+        if "EADDRINUSE" in str(error):
             raise InputError(
                 f"port {port} is in use", field="MASTER_PORT", remedy="Choose a free one, or let --nproc start the ranks"
             ) from error
-        raise RankFailed(f"rank {ranks.rank} could not meet the others at {address}:{port}: {first_line}") from error
+        raise RankFailed(f"rank {ranks.rank} could not meet the others at {address}:{port}: {first_line(str(error))}") from error
 
 
 def build_model(checked: Checked, device: torch.device) -> ParallelModel:

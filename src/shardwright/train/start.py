@@ -22,7 +22,7 @@ from shardwright.train.launch import launch_ranks
 from shardwright.train.logs import logging_to
 from shardwright.train.loop import Loop
 from shardwright.train.meeting import Meeting
-from shardwright.train.outcome import is_lost_peer
+from shardwright.train.outcome import first_line, is_lost_peer
 from shardwright.train.preflight import Checked, check
 from shardwright.train.ranks import RankEnvironment, find_ranks
 from shardwright.train.saving import Saver
@@ -139,8 +139,7 @@ def _joined(ranks: RankEnvironment, device: torch.device, timeout_seconds: float
         yield
     except RuntimeError as error:
         if is_lost_peer(str(error)):
-            first_line = str(error).partition("\n")[0]
-            raise RankFailed(f"a rank has died or hung; rank {ranks.rank} lost it: {first_line}") from error
+            raise RankFailed(f"a peer died or hung: {first_line(str(error))}") from error
         raise
     if dist.is_initialized():
         dist.destroy_process_group()

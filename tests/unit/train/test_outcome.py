@@ -32,6 +32,21 @@ def test_a_killed_rank_is_the_cause_of_its_peers_complaints(control: Path) -> No
     assert "rank 1 was killed by SIGKILL" in str(error)
 
 
+def test_a_rank_that_the_launcher_had_to_kill_was_hanging(control: Path) -> None:
+    note_outcome(0, RuntimeError("[/gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"))
+    failed_at = read_outcomes(control)[0].at_seconds
+    error = cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
+    assert isinstance(error, RankFailed)
+    assert str(error).startswith("rank 1 hung: rank 0 waited for it in vain (Timed out waiting 5000ms for recv")
+
+
+def test_a_rank_killed_because_another_failed_is_not_the_cause(control: Path) -> None:
+    note_outcome(0, NonFiniteError("eleven in a row"))
+    failed_at = read_outcomes(control)[0].at_seconds
+    error = cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
+    assert isinstance(error, NonFiniteError)
+
+
 def test_a_lost_peer_is_not_the_cause(control: Path) -> None:
     note_outcome(0, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
     try:
