@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a check failed, 2 wrong input, 3 the run failed, 4 preempt
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,6 +16,10 @@ import typer
 from shardwright import __version__
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
+
+
+_INTERRUPTED = 128 + signal.SIGINT
+"""What the parser makes of a Ctrl-C that no verb took."""
 
 
 def build_app(verb: str | None) -> typer.Typer:
@@ -52,26 +57,42 @@ def _not_called() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with the verb's exit code."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    # All is said and saved; one more Ctrl-C while the interpreter winds up must not change how it ended.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors of ours are one message, anything else a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     try:
-        build_app(next((word for word in words if not word.startswith("-")), None))(words)
-    except SystemExit as leaving:  # the parser's own way out: --help, or an option that does not parse (2)
-        return leaving.code if isinstance(leaving.code, int) else ExitCode.DONE
+        left = build_app(next((word for word in words if not word.startswith("-")), None))(words, standalone_mode=False)
+        if left == _INTERRUPTED:
+            raise KeyboardInterrupt
+        return left if isinstance(left, int) else ExitCode.DONE
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing was saved\n")
-        return ExitCode.RUN_FAILED
+        message = "interrupted; nothing was saved"
+        sys.stderr.write(f"{message}\n")
+        return _end(ExitCode.RUN_FAILED, "Interrupted", message, as_json=as_json)
     except ShardwrightError as error:
-        _tell(error, as_json="--json" in words)
+        _tell(error, as_json=as_json)
         return error.exit_code
-    except Exception:
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "show"):  # the parser's: an option or a verb that is none
+            error.show()
+            return _end(ExitCode.WRONG_INPUT, "UsageError", error.format_message(), as_json=as_json)
         sys.stderr.write(f"{traceback.format_exc()}this is a bug in shardwright {__version__}, not in your input\n")
-        return ExitCode.RUN_FAILED
-    return ExitCode.DONE
+        return _end(ExitCode.RUN_FAILED, type(error).__name__, str(error), as_json=as_json)
+
+
+def _end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:
+    """Under --json, how it ended as an object on standard output; the exit code comes back."""
+    if as_json:
+        told = {"kind": kind, "message": message, "exit_code": int(code)}
+        sys.stdout.write(json.dumps({"schema_version": 1, "error": told}) + "\n")
+    return code
 
 
 def _tell(error: ShardwrightError, *, as_json: bool) -> None:

@@ -14,12 +14,13 @@ from shardwright.data.prepare import Progress as OnProgress
 
 @contextmanager
 def data_progress() -> Iterator[OnProgress]:
-    """A bar on standard error for what is read and tokenised; nothing at all when the cache has it.
+    """A bar on standard error for what is read and tokenised; nothing at all when the cache has it, or off a terminal.
 
     What the data rooms log meanwhile is held back: what matters of it is told afterwards.
     """
     columns = (TextColumn("{task.description:28}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: dict[str, TaskID] = {}
 
     def tell(stage: str, done: int, total: int) -> None:
