@@ -17,7 +17,6 @@ from shardwright import __version__
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 
-
 _INTERRUPTED = 128 + signal.SIGINT
 """What the parser makes of a Ctrl-C that no verb took."""
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwright.cli import main as command_line
 from shardwright.cli.main import run
-from shardwright.cli.verbs import Verb
+from shardwright.cli.verbs import VERBS, Verb
 from shardwright.errors import ExitCode
 
 
@@ -38,9 +37,8 @@ def test_what_no_verb_expects_is_exit_code_3(
 
         return verb
 
-    monkeypatch.setitem(command_line.VERBS, "schema", Verb("Raises.", load))
-    words = ["schema"]
-    assert run(words) == ExitCode.RUN_FAILED
+    monkeypatch.setitem(VERBS, "schema", Verb("Raises.", load))
+    assert run(["schema"]) == ExitCode.RUN_FAILED
     captured = capsys.readouterr()
     assert said in captured.err
     assert captured.out == ""
