@@ -1,0 +1,190 @@
+"""What a ParallelModel promises beyond gradients in float64: low precisions, evaluation, agreement, time marks, initial weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.architecture import read_config
+from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.data.loader import MicroBatch
+from shardwright.errors import LayoutError, RankFailed
+from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.numerics import chunked_cross_entropy, dtypes
+from shardwright.optim import build_optimizer
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.plan import BatchPlan, Plan
+from shardwright.train.step import StepTimes, accumulate_gradients, update
+from tests.multiprocess.models import LLAMA
+from tests.multiprocess.pool import RankPool
+
+TOKENS = 12
+SEED = 3
+LAYOUTS = [
+    Layout(dp_replicate=2, bucket_size_bytes=2048),
+    Layout(dp_shard=2, zero_stage=1),
+    Layout(dp_shard=2, zero_stage=2),
+    Layout(dp_shard=2, zero_stage=3),
+]
+
+
+def build(layout: Layout, precision: PrecisionSection) -> ParallelModel:
+    shape, kinds = read_config(LLAMA), dtypes(precision)
+    with torch.device("meta"):
+        loss = partial(chunked_cross_entropy, chunk_tokens=8)
+        decoder = Decoder(shape, loss_function=loss, compute_dtype=kinds.compute)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    return apply_layout(
+        decoder,
+        Plan(layout, BatchPlan(TOKENS, 2, 2, layout.data_ranks), precision),
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        fill=lambda name, narrow: initialise(specs[name], SEED, dtype=kinds.param, narrow=narrow),
+    )
+
+
+def micro_batches(rank: int) -> list[MicroBatch]:
+    batches = []
+    for number in range(2):
+        random = torch.Generator().manual_seed(10 * rank + number)
+        ids_BT = torch.randint(0, LLAMA["vocab_size"], (2, TOKENS), generator=random)
+        positions_BT = torch.arange(TOKENS).expand(2, TOKENS)
+        batches.append(MicroBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, None, torch.arange(2), 2 * TOKENS))
+    return batches
+
+
+def gradients(layout: Layout, precision: PrecisionSection) -> dict[str, Tensor]:
+    model = build(layout, precision)
+    accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0)
+    found = {name: model.full_gradient(name) for name, _ in model.named_parameters()}
+    assert all(gradient is not None for gradient in found.values())
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Of all gradients as one vector, relative."""
+    difference = torch.stack([(a[name].double() - b[name].double()).norm() for name in b]).norm()
+    return float(difference / torch.stack([gradient.double().norm() for gradient in b.values()]).norm())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: Layout) -> None:
+    exact, _ = ranks.run(2, gradients, layout, PrecisionSection())
+    rounded, _ = ranks.run(2, gradients, layout, PrecisionSection(reduce_dtype="bf16"))
+    assert all(gradient.dtype == torch.float32 for gradient in (exact | rounded).values())
+    # One rounding to 8 bits of mantissa: no more, and surely not less.
+    assert 1e-4 < distance(rounded, exact) < 1e-2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bf16_keeps_fp32_masters_gradients_and_moments(ranks: RankPool, layout: Layout) -> None:
+    exact, _ = ranks.run(2, gradients, LAYOUTS[0], PrecisionSection())
+    mixed, _ = ranks.run(2, gradients, layout, PrecisionSection(kind="bf16"))
+    assert 1e-4 < distance(mixed, exact) < 3e-2
+    assert ranks.run(2, held_dtypes, layout) == [{torch.float32}] * 2
+
+
+def held_dtypes(layout: Layout) -> set[torch.dtype]:
+    model = build(layout, PrecisionSection(kind="bf16"))
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
+    accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0)
+    held = {gradient.dtype for gradient, _ in model.gradients() if gradient is not None}
+    update(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
+    for _, parameter in model.named_parameters():
+        held |= {parameter.dtype} | {optimizer.state[parameter][moment].dtype for moment in ("exp_avg", "exp_avg_sq")}
+    return held
+
+
+def initial_weights(layout: Layout) -> dict[str, Tensor]:
+    model = build(layout, PrecisionSection())
+    return {name: model.full_parameter(name).clone() for name, _ in model.named_parameters()}
+
+
+def test_every_layout_starts_bit_equal(ranks: RankPool) -> None:
+    specs = read_config(LLAMA).parameters()
+    for layout in (*LAYOUTS[:1], LAYOUTS[3], Layout(dp_shard=3, zero_stage=2), Layout(dp_replicate=2, dp_shard=2, zero_stage=3)):
+        for weights in ranks.run(layout.world_size, initial_weights, layout):
+            for spec in specs:
+                assert torch.equal(weights[spec.name], initialise(spec, SEED, dtype=torch.float32)), (str(layout), spec.name)
+
+
+def evaluate_between_steps(layout: Layout) -> tuple[list[float], bool]:
+    """Losses of two steps with an evaluation before each, and whether every parameter is a shard after each evaluation."""
+    model = build(layout, PrecisionSection())
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
+    losses, sharded = [], True
+    for number in range(2):
+        with model.evaluating() as module:
+            losses.append(float(module(torch.arange(TOKENS)[None], labels_BT=torch.arange(TOKENS)[None])))
+        held = dict(model.decoder.named_parameters())
+        sharded &= all(held[name] is parameter for name, parameter in model.named_parameters())
+        accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=number)
+        update(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
+    return losses, sharded
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_evaluation_sees_the_updated_weights_and_leaves_shards(ranks: RankPool, layout: Layout) -> None:
+    (expected, _), _ = ranks.run(2, evaluate_between_steps, LAYOUTS[0])
+    for losses, sharded in ranks.run(2, evaluate_between_steps, layout):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+        assert sharded
+
+
+def answers(layout: Layout) -> list[bool]:
+    model = build(layout, PrecisionSection())
+    last = dist.get_rank() == dist.get_world_size() - 1
+    return [model.any_rank(False), model.any_rank(last), model.any_rank(True)]
+
+
+def test_any_rank_asks_all(ranks: RankPool) -> None:
+    assert ranks.run(3, answers, Layout(dp_shard=3, zero_stage=3)) == [[False, True, True]] * 3
+
+
+def time_a_step(layout: Layout) -> dict[str, float]:
+    model = build(layout, PrecisionSection())
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
+    times = StepTimes(torch.device("cpu"))
+    accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0, times=times)
+    update(model, optimizer, learning_rate=0.1, max_grad_norm=1.0, times=times)
+    return times.seconds()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_part_of_a_step_takes_time(ranks: RankPool, layout: Layout) -> None:
+    for seconds in ranks.run(2, time_a_step, layout):
+        assert set(seconds) == {"forward", "backward", "reduction", "optimizer"}
+        assert all(value > 0 for value in seconds.values()), seconds
+
+
+def train_by_logits(layout: Layout) -> None:
+    model = build(layout, PrecisionSection())
+    model.module(torch.arange(TOKENS)[None])
+
+
+def test_logits_under_stage_3_are_not_trained_silently() -> None:
+    with RankPool() as pool, pytest.raises(RankFailed, match="trained by its loss, not by its logits"):
+        pool.run(2, train_by_logits, LAYOUTS[3])
+
+
+def test_a_layout_for_other_ranks_is_refused() -> None:
+    with RankPool() as pool, pytest.raises(RankFailed, match="takes 3 ranks, but 2 run") as caught:
+        pool.run(2, initial_weights, Layout(dp_shard=3, zero_stage=3))
+    assert isinstance(caught.value.__cause__, LayoutError)
+
+
+def shards_are_dtensors(layout: Layout) -> bool:
+    return all(isinstance(parameter, DTensor) for _, parameter in build(layout, PrecisionSection()).named_parameters())
+
+
+def test_what_is_cut_is_a_dtensor(ranks: RankPool) -> None:
+    assert ranks.run(2, shards_are_dtensors, LAYOUTS[3]) == [True, True]
+    assert ranks.run(2, shards_are_dtensors, LAYOUTS[0]) == [False, False]
