@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -62,10 +63,11 @@ def micro_batches(rank: int) -> list[MicroBatch]:
 
 def gradients(layout: Layout, precision: PrecisionSection) -> dict[str, Tensor]:
     model = build(layout, precision)
-    accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0)
+    scale = 1024.0 if precision.kind == "fp16" else 1.0
+    accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0, loss_scale=scale)
     found = {name: model.full_gradient(name) for name, _ in model.named_parameters()}
     assert all(gradient is not None for gradient in found.values())
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    return {name: gradient / scale for name, gradient in found.items() if gradient is not None}
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -83,16 +85,19 @@ def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: L
     assert 1e-4 < distance(rounded, exact) < 1e-2
 
 
+@pytest.mark.parametrize(("kind", "nearest", "furthest"), [("bf16", 1e-3, 3e-2), ("fp16", 1e-4, 3e-3)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bf16_keeps_fp32_masters_gradients_and_moments(ranks: RankPool, layout: Layout) -> None:
+def test_half_precisions_keep_fp32_masters_gradients_and_moments(
+    ranks: RankPool, layout: Layout, kind: Literal["bf16", "fp16"], nearest: float, furthest: float
+) -> None:
     exact, _ = ranks.run(2, gradients, LAYOUTS[0], PrecisionSection())
-    mixed, _ = ranks.run(2, gradients, layout, PrecisionSection(kind="bf16"))
-    assert 1e-4 < distance(mixed, exact) < 3e-2
-    assert ranks.run(2, held_dtypes, layout) == [{torch.float32}] * 2
+    mixed, _ = ranks.run(2, gradients, layout, PrecisionSection(kind=kind))
+    assert nearest < distance(mixed, exact) < furthest
+    assert ranks.run(2, held_dtypes, layout, PrecisionSection(kind=kind)) == [{torch.float32}] * 2
 
 
-def held_dtypes(layout: Layout) -> set[torch.dtype]:
-    model = build(layout, PrecisionSection(kind="bf16"))
+def held_dtypes(layout: Layout, precision: PrecisionSection) -> set[torch.dtype]:
+    model = build(layout, precision)
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
     accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0)
     held = {gradient.dtype for gradient, _ in model.gradients() if gradient is not None}

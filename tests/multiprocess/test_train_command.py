@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import Evaluation, Resumed, RunStarted, Step, read_events, surviving_steps
+from shardwright.telemetry.events import Evaluation, EventWriter, Resumed, RunStarted, Step, read_events, surviving_steps
 
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 STEPS = 12
@@ -173,6 +174,7 @@ def test_a_checkpoint_opens_under_another_layout(workplace: Path, uninterrupted:
 
 
 def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -> None:
+    before = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
     done = train(
         workplace,
         "whole",
@@ -187,6 +189,21 @@ def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -
     assert done.returncode == ExitCode.WRONG_INPUT
     assert "seed: saved 3, now 4" in done.stderr
     assert "hidden_size: saved 30, now 60" in done.stderr
+    assert {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()} == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(workplace: Path, uninterrupted: Path) -> None:
+    shutil.copytree(uninterrupted, workplace / "early", ignore=shutil.ignore_patterns("checkpoints"))
+    again = ["early", "--resume", "--set", "training.max_steps=1", "--json"]
+    done = train(workplace, *again)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert "begins again at step 0" in done.stderr
+    assert json.loads(done.stdout)["steps"] == 1
+    assert (workplace / "early" / "checkpoints" / "step-00000001").is_dir()
+    with EventWriter(workplace / "early"):  # another process at work there
+        done = train(workplace, *again)
+    assert done.returncode == ExitCode.WRONG_INPUT
+    assert "another process is writing this run" in done.stderr
 
 
 def test_a_folder_in_use_is_not_overwritten(workplace: Path, uninterrupted: Path) -> None:

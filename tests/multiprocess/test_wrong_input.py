@@ -78,6 +78,8 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "a model folder that is not there": (["--set", "model={path: /no/such/model}"], ["/no/such/model"]),
     "a model that we do not compute": (["--set", "model.config.model_type=mamba"], ["mamba", "llama"]),
     "a model field that we do not know": (["--set", "model.config.rope_twist=3"], ["rope_twist"]),
+    "a device that is not there": (["--nproc", "2", "--set", "run.device=cuda"], ["run.device", "cuda"]),
+    "a sink whose package is not there": (["--nproc", "2", "--set", "run.sinks=[wandb]"], ["run.sinks", "wandb"]),
     "a run that is not there to resume": (["--resume"], ["--resume", "checkpoint"]),
 }
 
@@ -115,7 +117,7 @@ def test_a_run_folder_that_cannot_be_made(workplace: Path, capsys: pytest.Captur
 
 
 def environment(**changes: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"} | changes
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | changes
 
 
 @contextmanager
@@ -152,6 +154,17 @@ def ours(mark: str) -> list[psutil.Process]:
     return found
 
 
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Standard output and error of a command that ends by itself; of one that hangs, where each of its threads stands."""
+    try:
+        return process.communicate(timeout=PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.send_signal(signal.SIGABRT)
+        process.send_signal(signal.SIGABRT)
+        pytest.fail(f"it hangs:\n{process.communicate()[1]}")
+
+
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not happened():
@@ -174,7 +187,7 @@ def rank_process(process: subprocess.Popen[str], rank: int) -> psutil.Process:
 def test_what_only_a_rank_can_see_is_told_once(workplace: Path) -> None:
     given = words(workplace, "no-device", "--nproc", "2", "--set", "run.device=cuda", "--json")
     with started(given, CUDA_VISIBLE_DEVICES="") as process:
-        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        out, err = ended(process)
     assert process.returncode == ExitCode.WRONG_INPUT, err
     assert json.loads(out)["error"]["field"] == "run.device"
     assert [line for line in err.splitlines() if line.startswith("error: ")] == [
@@ -188,7 +201,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path) -> None:
         wait_until(lambda: num_steps(run) >= 3, process)
         rank_process(process, 1).kill()  # a checkpoint is written at every step: some will be under way
         began = time.monotonic()
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        _, err = ended(process)
         assert time.monotonic() - began < 30
     assert process.returncode == ExitCode.RUN_FAILED
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -201,7 +214,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path) -> None:
     steps = num_steps(run)
     assert newest.step in (steps - 1, steps, steps + 1)
     with started(words(workplace, "killed", "--resume", "--set", f"training.max_steps={newest.step + 1}")) as process:
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        _, err = ended(process)
     assert process.returncode == ExitCode.DONE, err
     assert surviving_steps(read_events(run))[-1].step == newest.step + 1
 
@@ -238,7 +251,7 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(workplace: Path) -> 
     given = words(workplace, "disk/run", "--nproc", "2", "--layout", "zero_stage=3", "--set", "checkpoint.keep_last=100")
     with full_disk(disk) as prefix:
         with started(given, prefix) as process:
-            _, err = process.communicate(timeout=PATIENCE_SECONDS)
+            _, err = ended(process)
         assert process.returncode == ExitCode.RUN_FAILED, err
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, err
@@ -259,7 +272,7 @@ def test_a_port_in_use_is_told(workplace: Path) -> None:
         ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         began = time.monotonic()
         with started(words(workplace, "port"), **ranks) as process:
-            _, err = process.communicate(timeout=PATIENCE_SECONDS)
+            _, err = ended(process)
     assert process.returncode == ExitCode.WRONG_INPUT
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, err
@@ -273,5 +286,5 @@ def test_stopping_signals_while_ranks_start_leave_no_process(workplace: Path) ->
     with started(words(workplace, "early", "--nproc", "2")) as process:
         wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 2, process)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        _, err = ended(process)
     assert process.returncode == ExitCode.PREEMPTED, err

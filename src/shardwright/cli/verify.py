@@ -62,6 +62,8 @@ def verify_command(
     chosen = choose_layouts(layouts or [], nproc, checked.layout)
     shape = cut_shape(shape_of(checked), num_layers=num_layers, hidden_size=hidden_size)
     console = Console(stderr=json_output)
+    if checked.model.compile:
+        console.print("model.compile is left out: blocks run as written")
     with RankPool() as pool, console.status("starting ranks") as status:
         report = verify(
             checked,

@@ -92,20 +92,14 @@ def apply_layout(
         assert mesh is not None
         groups = shard(decoder, layout, mesh, kinds)
     decoder.to_empty(device=device)
-    module: nn.Module = decoder
-    model_arguments = (decoder, layouts, layout, mesh, device, groups)
     _check_placements(decoder, layouts, layout, mesh)
     _fill(decoder, layouts, layout, mesh, fill)
+    module: nn.Module = decoder
     if not sharded and layout.dp_replicate > 1:
         assert mesh is not None
-        module = replicate(
-            decoder,
-            mesh.get_group("dp_replicate"),
-            bucket_size_bytes=layout.bucket_size_bytes,
-            reduce_dtype=kinds.reduce,
-            device=device,
-        )
-    return ParallelModel(module, *model_arguments)
+        group = mesh.get_group("dp_replicate")
+        module = replicate(decoder, group, bucket_size_bytes=layout.bucket_size_bytes, reduce_dtype=kinds.reduce, device=device)
+    return ParallelModel(module, decoder, layouts, layout, mesh, device, groups)
 
 
 def _coordinates(layout: Layout, mesh: DeviceMesh | None) -> dict[str, int]:

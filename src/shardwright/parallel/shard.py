@@ -13,7 +13,6 @@ weights and optimizer states are always 1/n):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
