@@ -86,9 +86,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_input_is_told_by_field_before_any_rank_starts(
-    what: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+    what: str, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, told = WRONG[what]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert run_command(words(workplace, "never", *given)) == ExitCode.WRONG_INPUT
     shown = capsys.readouterr()
     assert shown.out == ""
