@@ -37,8 +37,13 @@ def init_process_group(
     )
 
 
+_meshes: dict[tuple[dist.ProcessGroup | None, str, tuple[int, ...]], DeviceMesh] = {}
+
+
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
     """The mesh with the axes `layout.AXES`; None for a single rank, which needs no process group at all.
+
+    Layouts of equal degrees share one mesh: its groups open threads and sockets that stay until the process ends.
 
     Raises:
         LayoutError: the layout takes another number of ranks than run.
@@ -49,7 +54,10 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
     if layout.world_size != running:
         raise LayoutError(f"the layout takes {layout.world_size} ranks, but {running} run", field="layout", got=str(layout))
     grid = RankGrid(layout)
-    mesh = init_device_mesh(device_type, grid.shape, mesh_dim_names=AXES)
+    key = (dist.group.WORLD, device_type, grid.shape)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device_type, grid.shape, mesh_dim_names=AXES)
+    mesh = _meshes[key]
     assert tuple(mesh.get_coordinate() or ()) == tuple(grid.coordinates(dist.get_rank()).values())
     return mesh
 

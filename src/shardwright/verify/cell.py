@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.config.schema import OptimizerSection, PrecisionSection
 from shardwright.data.dataset import IGNORED_LABEL
@@ -167,16 +166,10 @@ def _build(problem: Problem, layout: Layout) -> ParallelModel:
     return apply_layout(
         decoder,
         Plan(layout, problem.batch, precision, problem.case.recompute),
-        _mesh(replace(layout, zero_stage=3 if layout.dp_shard > 1 else 0)),
+        build_mesh(layout, "cpu"),
         torch.device("cpu"),
         fill=lambda name, narrow: initialise(specs[name], problem.seed, dtype=problem.torch_dtype, narrow=narrow),
     )
-
-
-@cache
-def _mesh(layout: Layout) -> DeviceMesh | None:
-    """One mesh per rank grid: this process verifies many layouts, and process groups are never given back."""
-    return build_mesh(layout, "cpu")
 
 
 def _micro_batches(problem: Problem, layout: Layout, step: int) -> list[MicroBatch]:
