@@ -53,6 +53,7 @@ __all__ = [
     "SkippedStep",
     "Step",
     "Warned",
+    "check_free",
     "make_event",
     "read_events",
     "surviving",
@@ -82,7 +83,7 @@ class EventWriter:
         except OSError as error:
             raise RunFailed(f"cannot open {self.path}: {error.strerror}") from error
         try:
-            self._lock()
+            _lock(self._descriptor, self.path.parent)
             torn_bytes = _heal(self._descriptor)
             if torn_bytes:
                 self.append(Warned(message=f"took out {torn_bytes} bytes of a line that a crash cut short in {FILE_NAME}"))
@@ -125,18 +126,35 @@ class EventWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise InputError(
-                    "another process is writing this run",
-                    field="run.dir",
-                    got=self.path.parent,
-                    remedy="Wait for it to end, or give this run a folder of its own",
-                ) from error
-            # A disk without locks (some network file systems) is no reason not to train.
+
+def check_free(run_dir: str | os.PathLike[str]) -> None:
+    """See that nobody writes this run now; nothing is changed.
+
+    Raises:
+        InputError: another process is writing it.
+    """
+    try:
+        descriptor = os.open(Path(run_dir) / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # no events yet; what else may be wrong with the folder is told when it is written
+    try:
+        _lock(descriptor, Path(run_dir))
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def _lock(descriptor: int, run_dir: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise InputError(
+                "another process is writing this run",
+                field="run.dir",
+                got=run_dir,
+                remedy="Wait for it to end, or give this run a folder of its own",
+            ) from error
+        # A disk without locks (some network file systems) is no reason not to train.
 
 
 def _heal(descriptor: int) -> int:

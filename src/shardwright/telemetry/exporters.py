@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,6 +115,17 @@ class WeightsAndBiases:
 EXPORTERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
+def check_exporters(names: Iterable[str]) -> None:
+    """See that the packages of these exporters are there, without importing them.
+
+    Raises:
+        InputError: one is not installed.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise _not_installed(name)
+
+
 def open_exporter(name: str, run_dir: Path) -> Sink:
     """The exporter of a name.
 
@@ -129,9 +141,13 @@ def _need(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise InputError(
-            f"the sink `{extra}` needs a package that is not installed: {error}",
-            field="run.sinks",
-            got=extra,
-            remedy=f"Install it (pip install 'shardwright[{extra}]') or leave the sink out",
-        ) from error
+        raise _not_installed(extra, error) from error
+
+
+def _not_installed(extra: str, error: ImportError | None = None) -> InputError:
+    return InputError(
+        f"the sink `{extra}` needs a package that is not installed" + (f": {error}" if error else ""),
+        field="run.sinks",
+        got=extra,
+        remedy=f"Install it (pip install 'shardwright[{extra}]') or leave the sink out",
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwright.config import Recipe, dump_recipe, load_recipe
 from shardwright.errors import CheckpointError, InputError
+from shardwright.telemetry.events import check_free
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class RunFolder:
         """All checkpoints."""
         return self.path / "checkpoints"
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether anything was saved, whole or not."""
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+
     def load_recipe(self) -> Recipe:
         """The recipe that the run was started with."""
         return load_recipe(self.recipe)
@@ -80,10 +86,11 @@ class RunFolder:
         """See that the folder may be used; nothing is written.
 
         Raises:
-            InputError: a run is there already and `resume` was not asked for.
-            CheckpointError: `resume` was asked for and nothing is there to go on from.
+            InputError: a run is there already and `resume` was not asked for, or another process is training it.
+            CheckpointError: `resume` was asked for and nothing is there to go on from. A run that ended before its first
+                checkpoint may be resumed: it begins again.
         """
-        begun = self.recipe.exists() or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+        begun = self.recipe.exists() or self.has_checkpoints
         if begun and not resume:
             raise InputError(
                 "a run is there already",
@@ -91,10 +98,14 @@ class RunFolder:
                 got=str(self.path),
                 remedy="Go on with it (--resume), name another folder (--run-dir), or remove it",
             )
-        if resume and not self.checkpoints.is_dir():
+        if resume and not begun:
             raise CheckpointError(
-                "there is no checkpoint to resume from", field="run.dir", got=str(self.path), remedy="Start without --resume"
+                "there is no run and no checkpoint to resume from",
+                field="run.dir",
+                got=str(self.path),
+                remedy="Start without --resume",
             )
+        check_free(self.path)
 
     def write(self, recipe: Recipe, plan: dict[str, Any], config: dict[str, Any]) -> None:
         """Write recipe, plan and model configuration, each whole or not at all.

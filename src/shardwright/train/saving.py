@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.checkpoint.drift import differences
-from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint, read_values
+from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, read_values
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.errors import CheckpointError
 from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
@@ -18,6 +18,36 @@ from shardwright.telemetry.speaker import Speaker
 from shardwright.train.folder import RunFolder
 from shardwright.train.preflight import Checked
 from shardwright.train.setup import TrainState
+
+
+@dataclass(frozen=True)
+class ResumeFrom:
+    """A whole checkpoint of the same run, and its values."""
+
+    checkpoint: WholeCheckpoint
+    values: dict[str, Any]
+
+
+def find_start(checked: Checked, folder: RunFolder) -> ResumeFrom | None:
+    """Where a resumed run goes on; None where it ended before its first checkpoint. Every rank calls this, before any writes.
+
+    Raises:
+        CheckpointError: the checkpoints are damaged, or the recipe has changed in a way that would make it another run.
+    """
+    found = newest_checkpoint(folder.checkpoints)
+    if found is None:
+        if folder.has_checkpoints:
+            raise CheckpointError("no whole checkpoint to resume from", field="run.dir", got=str(folder.checkpoints))
+        return None
+    values = read_values(found)
+    drift = differences(values["run"], checked.drift_fields)
+    if drift:
+        raise CheckpointError(
+            f"the recipe is no longer that of the run: {'; '.join(map(str, drift))}",
+            field="--resume",
+            remedy="Undo the change, or start a new run (--run-dir)",
+        )
+    return ResumeFrom(found, values)
 
 
 @dataclass
@@ -72,23 +102,9 @@ class Saver:
         seconds = time.perf_counter() - began
         self.speaker.write("checkpoint", step=self.state.step, path=str(saved.path), size_bytes=saved.num_bytes, seconds=seconds)
 
-    def restore(self) -> None:
-        """Go on from the newest whole checkpoint.
-
-        Raises:
-            CheckpointError: there is none, or the recipe has changed in a way that would make it another run.
-        """
-        found = newest_checkpoint(self.folder.checkpoints)
-        if found is None:
-            raise CheckpointError("no whole checkpoint to resume from", field="run.dir", got=str(self.folder.checkpoints))
-        values = read_values(found)
-        drift = differences(values["run"], self.checked.drift_fields)
-        if drift:
-            raise CheckpointError(
-                f"the recipe is no longer that of the run: {'; '.join(map(str, drift))}",
-                field="--resume",
-                remedy="Undo the change, or start a new run (--run-dir)",
-            )
+    def restore(self, start: ResumeFrom) -> None:
+        """Go on from a checkpoint that `find_start` found to fit."""
+        found, values = start.checkpoint, start.values
         load_checkpoint(found, self.tensors())
         state = self.state
         state.step = int(values["step"])

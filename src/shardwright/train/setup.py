@@ -44,15 +44,22 @@ class TrainState:
     best_loss: float = field(default=float("inf"))
 
 
+def wants_cuda(recipe: Recipe) -> bool:
+    """Whether the run computes on CUDA.
+
+    Raises:
+        InputError: the recipe wants it and this machine has none.
+    """
+    here = torch.cuda.is_available()
+    if recipe.run.device == "cuda" and not here:
+        raise InputError("this machine has no CUDA device", field="run.device", got="cuda", allowed="cpu or auto")
+    return here and recipe.run.device != "cpu"
+
+
 def choose_device(recipe: Recipe, ranks: RankEnvironment) -> torch.device:
     """The rank's device: CUDA number `local_rank` where there is CUDA, unless the recipe says otherwise."""
-    wanted = recipe.run.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+    if not wants_cuda(recipe):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise InputError("this machine has no CUDA device", field="run.device", got="cuda", allowed="cpu or auto")
     if ranks.local_rank >= torch.cuda.device_count():
         raise InputError(
             f"rank {ranks.rank} wants device {ranks.local_rank}, but the machine has {torch.cuda.device_count()}",

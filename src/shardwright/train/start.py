@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwright.config import Recipe
+from shardwright.config import Recipe, dump_recipe
 from shardwright.data.prepare import Progress
 from shardwright.errors import InputError, Preempted, RankFailed
 from shardwright.optim.schedules import batch_scale
 from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
+from shardwright.telemetry.exporters import check_exporters
 from shardwright.telemetry.speaker import Speaker, open_speaker
 from shardwright.train.folder import RunFolder
 from shardwright.train.launch import launch_ranks
@@ -25,8 +28,8 @@ from shardwright.train.meeting import Meeting
 from shardwright.train.outcome import first_line, is_lost_peer
 from shardwright.train.preflight import Checked, check
 from shardwright.train.ranks import RankEnvironment, find_ranks
-from shardwright.train.saving import Saver
-from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks
+from shardwright.train.saving import ResumeFrom, Saver, find_start
+from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks, wants_cuda
 from shardwright.train.signals import StopRequest, listening_for_stop
 
 Watching = Callable[[], AbstractContextManager[Progress | None]]
@@ -54,11 +57,16 @@ def train(
     folder = RunFolder.of(recipe)
     if ranks is None or ranks.speaks:
         folder.claim(resume=resume)
+        check_exporters(recipe.run.sinks)
     if ranks is None and world_size > 1:
+        wants_cuda(recipe)
         with watching() as progress:
-            checked = check(recipe, world_size, progress=progress)
-        write_folder(checked, folder)
-        launch_ranks(world_size, "shardwright.train.worker", [str(folder.recipe), *(["--resume"] if resume else [])])
+            check(recipe, world_size, progress=progress)
+        # Not through the run folder: until rank 0 has found that this run may go on there, it stays as it is.
+        with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
+            path = Path(name) / "recipe.yaml"
+            path.write_text(dump_recipe(recipe), encoding="utf-8")
+            launch_ranks(world_size, "shardwright.train.worker", [str(path), *(["--resume"] if resume else [])])
     else:
         with listening_for_stop() as stop:
             train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, watching=watching)
@@ -81,6 +89,7 @@ def train_rank(
         with watching() if ranks.speaks else nullcontext() as progress:
             checked = check(recipe, ranks.world_size, progress=progress)
         folder = RunFolder.of(recipe)
+        start = find_start(checked, folder) if resume else None
         if ranks.speaks:
             write_folder(checked, folder)
         meeting = Meeting(ranks, device)
@@ -91,7 +100,9 @@ def train_rank(
             ) as speaker,
             logging_to(speaker, folder.log, rank=ranks.rank),
         ):
-            _train(checked, ranks, device, speaker, meeting, folder, stop, resume=resume, began=began)
+            if resume and start is None and ranks.speaks:
+                speaker.write("warning", message="the run ended before its first checkpoint: it begins again at step 0")
+            _train(checked, ranks, device, speaker, meeting, folder, stop, start=start, began=began)
 
 
 def _train(
@@ -103,15 +114,17 @@ def _train(
     folder: RunFolder,
     stop: StopRequest,
     *,
-    resume: bool,
+    start: ResumeFrom | None,
     began: float,
 ) -> None:
     state = build_state(checked, device, meeting.any)
     saver = Saver(checked, state, speaker, folder)
     loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop)
     _tell_start(loop)
-    if resume:
-        saver.restore()
+    if start is not None:
+        saver.restore(start)
+        if state.step >= checked.total_steps and ranks.speaks:
+            speaker.write("warning", message=f"nothing is left to train: step {state.step} of {checked.total_steps} is done")
 
     def tell_end(status: str, final_loss: float | None = None) -> None:
         tokens = state.step * checked.plan.batch.global_batch_tokens
@@ -165,10 +178,21 @@ def _tell_start(loop: Loop) -> None:
         flops_per_token=loop.flops_per_token,
         matmul_flops_per_second=loop.matmul_flops_per_second,
     )
-    scale = batch_scale(checked.recipe.training, plan.batch.global_batch_size)
+    if loop.ranks.speaks:
+        for message in _cautions(checked):
+            loop.speaker.write("warning", message=message)
+
+
+def _cautions(checked: Checked) -> Iterator[str]:
+    """What a person may not expect of this run, though nothing is wrong with it."""
+    counts = checked.data.report.train.counts
+    if counts.num_unknown:
+        of = f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({counts.num_unknown / counts.num_tokens:.1%})"
+        yield f"the tokenizer has no id for some of the text: {of} are its unknown token"
+    scale = batch_scale(checked.recipe.training, checked.plan.batch.global_batch_size)
     if scale != 1.0:
         peak = checked.recipe.training.learning_rate * scale
-        loop.speaker.write("warning", message=f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}")
+        yield f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}"
 
 
 def summarise(folder: RunFolder) -> dict[str, Any]:

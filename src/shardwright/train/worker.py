@@ -1,4 +1,4 @@
-"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RUN_FOLDER [--resume]`."""
+"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RECIPE [--resume]`."""
 
 from __future__ import annotations
 
