@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -49,13 +50,19 @@ def value_of(name: str) -> torch.Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
 
 
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """One mesh per shape and worker: the groups of a mesh hold threads and sockets until the process ends."""
+    return init_device_mesh("cpu", shape)
+
+
 def laid_out(layout: str, *, blank: bool) -> dict[str, torch.Tensor]:
     """Every tensor under a layout, with its values or with zeros."""
     _, mesh_shape, placements = LAYOUTS[layout]
     tensors = {name: torch.zeros_like(value_of(name)) if blank else value_of(name) for name in SHAPES}
     if placements is None:
         return tensors
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         fitted = [p if isinstance(p, Replicate) or p.dim < tensor.dim() else Replicate() for p in placements]
@@ -139,7 +146,7 @@ def check_boxes_against_torch() -> None:
     """Our arithmetic of cuts against what torch itself puts on a rank, element by element."""
     from shardwright.checkpoint.pieces import held_tensor
 
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = mesh_of((2, 2))
     cases = [
         (Shard(0), Shard(0)),
         (Shard(1), Shard(0)),
