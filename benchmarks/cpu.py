@@ -1,6 +1,6 @@
 """`make bench`: shardwright beside its peers on two CPU ranks, interleaved in one run.
 
-    python -m benchmarks.cpu                      everything (about 13 minutes on two cores)
+    python -m benchmarks.cpu                      everything (10 to 15 minutes on two cores)
     python -m benchmarks.cpu --list               names of the comparisons and their contenders
     python -m benchmarks.cpu --case zero3-bf16    one comparison; repeatable
     python -m benchmarks.cpu --contender shardwright --contender torch-loop
@@ -118,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the comparisons and leave")
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help="measure this comparison only; repeatable")
     parser.add_argument("--contender", action="append", default=[], metavar="NAME", help="measure these contenders only")
-    parser.add_argument("--rounds", type=int, default=5, help="timed blocks per contender (default 5)")
+    parser.add_argument("--rounds", type=int, default=4, help="timed blocks per contender (default 4)")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps per block (default 2)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first timed block (default 2)")
     parser.add_argument("--layers", type=int, default=LLAMA_29M["num_hidden_layers"], help="cut the model down, for a quick look")
