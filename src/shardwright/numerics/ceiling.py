@@ -8,18 +8,29 @@ from functools import cache
 import torch
 
 
+_BUDGET_SECONDS = 0.4
+
+
 @cache
 def measure_matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Best FLOP/s over a few square products (2 n^3 FLOPs each), measured once per process, device and dtype.
+    """Best FLOP/s over square products of growing size (2 n^3 FLOPs each), measured once per process, device and dtype.
 
-    Takes under half a second on a CPU. This is the practical ceiling: what the vendor prints is not reached by any program.
+    Takes about half a second: it stops growing where the next size would take longer, as fp16 does on most CPUs. This is the
+    practical ceiling: what the vendor prints is not reached by any program.
     """
-    sizes = (2048, 4096, 8192) if device.type == "cuda" else (512, 1024)
-    budget_seconds = 0.4 / len(sizes)
-    return max(_rate(size, device, dtype, budget_seconds) for size in sizes)
+    sizes = (512, 2048, 4096, 8192) if device.type == "cuda" else (64, 256, 512, 1024)
+    started, best, last_seconds = time.perf_counter(), 0.0, 0.0
+    for previous, size in zip((sizes[0], *sizes), sizes, strict=False):
+        left = _BUDGET_SECONDS - (time.perf_counter() - started)
+        if 2 * last_seconds * (size / previous) ** 3 > left:
+            break
+        last_seconds = _seconds_of_product(size, device, dtype, left / 2)
+        best = max(best, 2.0 * size**3 / last_seconds)
+    return best
 
 
-def _rate(size: int, device: torch.device, dtype: torch.dtype, budget_seconds: float) -> float:
+def _seconds_of_product(size: int, device: torch.device, dtype: torch.dtype, budget_seconds: float) -> float:
+    """The fastest of as many products as the budget allows, at least one after one for warming up."""
     a = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
     b = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
     out = torch.empty_like(a)
@@ -34,7 +45,7 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype, budget_seconds: f
         now = time.perf_counter()
         best = min(best, now - begin)
         if now - started > budget_seconds:
-            return 2.0 * size**3 / best
+            return best
 
 
 def _wait(device: torch.device) -> None:

@@ -165,7 +165,7 @@ def test_compiled_with_recompute_inside_attention_runs_once_under_selective_and_
             return run(block, x_BTD, 0.5)
 
         compiled(x_BTD).sum().backward()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             compiled(x_BTD).sum().backward()
         counts[kind] = {event.key: event.count for event in profile.key_averages()}[
             "aten::_scaled_dot_product_flash_attention_for_cpu"
