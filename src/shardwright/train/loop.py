@@ -38,6 +38,8 @@ class StepDone:
     supervised_tokens: int
     data_seconds: float
     step_seconds: float
+    parts: dict[str, float]
+    """Seconds by `StepTimes`' parts."""
 
 
 @dataclass
@@ -118,8 +120,9 @@ class Loop:
             times=self.times,
         )
         mean, supervised = loss.mean(), int(loss.supervised_tokens)
+        parts = self.times.seconds()  # waits for the device: the optimizer's kernels are this step's time
         step_seconds = time.perf_counter() - began
-        return StepDone(mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, data_seconds, step_seconds)
+        return StepDone(mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, data_seconds, step_seconds, parts)
 
     def _count_skips(self, done: StepDone) -> None:
         """Keep count of skipped steps in a row; every rank comes to the same count and the same decision."""
@@ -146,7 +149,6 @@ class Loop:
             flops_per_token=self.flops_per_token,
             matmul_flops_per_second=self.matmul_flops_per_second,
         )
-        parts = self.times.seconds()
         self.speaker.write(
             "step",
             step=step,
@@ -162,10 +164,10 @@ class Loop:
             mfu=throughput.mfu,
             memory_bytes=memory_bytes,
             data_seconds=done.data_seconds,
-            forward_seconds=parts["forward"],
-            backward_seconds=parts["backward"],
-            reduction_seconds=parts["reduction"],
-            optimizer_seconds=parts["optimizer"],
+            forward_seconds=done.parts["forward"],
+            backward_seconds=done.parts["backward"],
+            reduction_seconds=done.parts["reduction"],
+            optimizer_seconds=done.parts["optimizer"],
             loss_scale=None if self.state.scaler is None else self.state.scaler.scale,
         )
 
