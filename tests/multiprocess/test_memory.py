@@ -117,7 +117,7 @@ def test_each_stage_holds_what_it_says(ranks: RankPool, stage: int) -> None:
 def count_gathered(layout: Layout) -> tuple[int, int]:
     """The most block groups whose full parameters exist at once, forward and backward, looked at inside every block."""
     model = build(layout)
-    states = [group._get_fsdp_state()._fsdp_param_groups[0] for group in model.groups[:-1]]  # type: ignore[attr-defined]
+    states = [group._get_fsdp_state()._fsdp_param_group for group in model.groups[:-1]]  # type: ignore[attr-defined]
     seen: dict[bool, list[int]] = {False: [], True: []}
 
     def look(backward: bool) -> None:
