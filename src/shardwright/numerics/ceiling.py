@@ -29,22 +29,20 @@ def measure_matmul_flops_per_second(device: torch.device, dtype: torch.dtype) ->
 
 
 def _seconds_of_product(size: int, device: torch.device, dtype: torch.dtype, budget_seconds: float) -> float:
-    """The fastest of as many products as the budget allows, at least one after one for warming up."""
+    """The fastest of as many products as the budget allows, at least three after one for warming up."""
     a = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
     b = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
     out = torch.empty_like(a)
-    best = float("inf")
     started = time.perf_counter()
     torch.mm(a, b, out=out)  # warm-up: library handles, threads, clocks
     _wait(device)
-    while True:
+    seconds: list[float] = []
+    while len(seconds) < 3 or time.perf_counter() - started < budget_seconds:
         begin = time.perf_counter()
         torch.mm(a, b, out=out)
         _wait(device)
-        now = time.perf_counter()
-        best = min(best, now - begin)
-        if now - started > budget_seconds:
-            return best
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 def _wait(device: torch.device) -> None:
