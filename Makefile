@@ -41,7 +41,7 @@ test-all: $(STAMP) ## everything: the full layout matrix, soaks and fuzzers too
 	@$(PYTEST)
 
 bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks
-	@$(BIN)/python -m benchmarks.cpu
+	@$(BIN)/python -m benchmarks.cpu --publish
 
 gpu: ## GPU tests and fine-tuning benchmarks with the Python that is given (PYTHON=...); installs nothing
 	@PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu
