@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 _SECONDS_PER_SIZE = 0.12
-_LONGEST_SECONDS = 1.0
+_LONGEST_SECONDS = 0.2
 """A size whose single product would take longer, going by the size before, is left out."""
 
 
