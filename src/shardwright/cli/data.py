@@ -231,7 +231,7 @@ def _run(recipe: Recipe, length: RunLength) -> Text:
     ranks = "" if recipe.training.global_batch_size else f" on {_plural(length.data_ranks, 'data rank')}"
     text = Text.assemble(
         "\nthe run reads ",
-        (f"{length.num_epochs:.2f} epochs", "bold"),
+        (f"{length.num_epochs:.3g} epochs", "bold"),
         f": {_plural(length.num_steps, 'step')} of {length.global_batch_size:,} x {recipe.training.sequence_length:,}"
         f" = {tokens:,} tokens{ranks}",
     )

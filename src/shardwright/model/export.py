@@ -216,7 +216,7 @@ def _config(shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | N
 
 def _check_vacant(out: Path, overwrite: bool) -> None:
     if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise InputError("the folder holds something already", field="out", got=out, remedy="Name another, or ask to overwrite it")
+        raise InputError("the folder holds something already", field="out", got=out, remedy="Name another, or say --overwrite")
     if out.exists() and not out.is_dir():
         raise InputError("this is a file, and a folder is to be written", field="out", got=out)
 

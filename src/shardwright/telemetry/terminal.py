@@ -69,7 +69,8 @@ class StatusLine:
             known.append(("memory", Text(format_bytes(self.memory_bytes))))
         if math.isfinite(progress.mfu):
             known.append(("mfu", Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}")))
-        room = options.max_width - _MIN_BAR_WIDTH - 2 - count.cell_len
+        # Two columns stay free for the `^C` that a terminal echoes: on a full line it would wrap, and leave the line behind.
+        room = options.max_width - 2 - _MIN_BAR_WIDTH - 2 - count.cell_len
         fitting = []
         for name, text in known:
             if text.cell_len + 2 <= room:
