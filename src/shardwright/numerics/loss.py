@@ -39,7 +39,8 @@ def chunked_cross_entropy(
     fp32 weight under bf16 hidden states gets an fp32 gradient. The weight is not needed by the backward pass: FSDP may reshard it.
 
     The backward pass only multiplies the stored gradients by the incoming scalar, in place: a second backward through the
-    same graph is an error, as is a second derivative. No supervised token at all gives a loss of exactly zero and zero gradients.
+    same graph is an error, as is a second derivative. Under fp16 they are made before the loss scale is known, so probabilities
+    below 6e-8 are lost (bf16 and fp32 lose none). No supervised token at all gives a loss of exactly zero and zero gradients.
 
     Args:
         labels_N: int64, in [0, V) or -100; already shifted.
