@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 PrecisionKind = Literal["fp32", "bf16", "fp16", "fp64"]
 RecomputeKind = Literal["none", "selective", "full"]
 ScheduleKind = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -163,7 +163,7 @@ class TrainingSection(Section):
     base_batch_size: Positive | None = None
     """Batch for which `learning_rate` was chosen; needed by `batch_scaling`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled decay of matrices; norms and biases are not decayed."""
+    """Decay of matrices, decoupled with adamw, added to the gradient with sgd; norms and biases are not decayed."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip to this global norm; null clips nothing."""
     max_skipped_steps: NonNegative = 10
@@ -175,6 +175,12 @@ class TrainingSection(Section):
             raise ValueError("say how long to train: `max_steps` or `num_epochs`")
         if self.batch_scaling != "none" and self.base_batch_size is None:
             raise ValueError(f"`batch_scaling: {self.batch_scaling}` needs `base_batch_size`")
+        if self.batch_scaling == "none" and self.base_batch_size is not None:
+            raise ValueError("`base_batch_size` is for `batch_scaling: linear` or `sqrt`")
+        if self.schedule == "constant" and self.min_learning_rate:
+            raise ValueError("`min_learning_rate` is where a decaying schedule ends; `schedule: constant` does not decay")
+        if self.schedule != "warmup_stable_decay" and self.decay_steps is not None:
+            raise ValueError(f"`decay_steps` is for `schedule: warmup_stable_decay`, not {self.schedule}")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"`min_learning_rate` ({self.min_learning_rate}) is above `learning_rate` ({self.learning_rate})")
         return self
@@ -187,8 +193,17 @@ class OptimizerSection(Section):
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """beta1, beta2 and eps are adamw's."""
     momentum: Fraction = 0.0
     """For sgd."""
+
+    @model_validator(mode="after")
+    def _belongs(self) -> OptimizerSection:
+        foreign = ("momentum",) if self.name == "adamw" else ("beta1", "beta2", "eps")
+        for key in foreign:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"`{key}` does nothing with `name: {self.name}`")
+        return self
 
 
 class PrecisionSection(Section):
@@ -196,11 +211,19 @@ class PrecisionSection(Section):
 
     kind: PrecisionKind = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients are summed over ranks."""
+    """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3) also keeps what it accumulates
+    between micro-batches in it."""
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
     """For fp16: where dynamic loss scaling starts."""
     loss_scale_growth_steps: Positive = 1000
     """For fp16: finite steps before the scale doubles; a step that is not finite halves it."""
+
+    @model_validator(mode="after")
+    def _belongs(self) -> PrecisionSection:
+        for key in ("initial_loss_scale", "loss_scale_growth_steps"):
+            if self.kind != "fp16" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"`{key}` is for `kind: fp16`; {self.kind} needs no loss scale")
+        return self
 
 
 def _as_precision(value: Any) -> Any:

@@ -192,11 +192,15 @@ class ParallelModel:
     def at_backward_end(self, call: Callable[[], None]) -> Iterator[None]:
         """Bracket forward and backward: `call` runs when the gradient of the first block's input is there.
 
-        What then remains of the backward pass is the embedding's gradient, and waiting for sums.
+        What then remains of the backward pass is the embedding's gradient, and waiting for sums. Where that input takes no gradient
+        (frozen embeddings) `call` runs at the end of the bracket.
         """
+        hooked = False
 
         def hook_input(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            nonlocal hooked
             if arguments[0].requires_grad:
+                hooked = True
                 arguments[0].register_hook(lambda _gradient: call())
 
         handle = self.decoder.blocks[0].register_forward_pre_hook(hook_input)
@@ -204,6 +208,8 @@ class ParallelModel:
             yield
         finally:
             handle.remove()
+        if not hooked:
+            call()
 
     def finish_gradients(self) -> None:
         """After the last backward: gradients are summed, and every parameter is its shard again."""

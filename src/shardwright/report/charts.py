@@ -216,7 +216,8 @@ def _chart_memory(runs: Sequence[Run], axis: _Axis) -> Chart:
         else:
             series.append(Series(f"highest of {ranks} ranks", x, table.max(axis=1), 0))
             series.append(Series("lowest", x, table.min(axis=1), 2))
-    note = "Peak of the highest rank of each run." if len(runs) > 1 else "Peak of each rank."
+    whose = "Highest rank of each run" if len(runs) > 1 else "Each rank"
+    note = f"{whose}: peak allocated on a GPU, resident on a CPU."
     frame = Frame(x_label=axis.label, y_label="memory per rank, GiB", y_from_zero=True)
     columns: list[tuple[str, Callable[[Run], Floats]]] = [
         ("highest rank, GiB", lambda run: _per_rank(run, np.max)),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shardwright.errors import RunFailed
 from shardwright.telemetry.speaker import Speaker
 
 LOGGER = logging.getLogger("shardwright")
@@ -20,7 +21,9 @@ class _Warnings(logging.Handler):
         self.speaker = speaker
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.speaker.write("warning", message=record.getMessage())
+        # Where the event file cannot be written the run ends at its next event, not in the middle of whatever logged this.
+        with suppress(RunFailed):
+            self.speaker.write("warning", message=record.getMessage())
 
 
 @contextmanager

@@ -62,6 +62,8 @@ class Loop:
         self.flops_per_token = self.checked.shape.flops_per_token(plan.batch.sequence_length)
         self.matmul_flops_per_second = measure_matmul_flops_per_second(self.device, dtypes(plan.precision).compute)
         self.times = StepTimes(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # the measurement above is no part of the run's peak
 
     def run(self) -> float | None:
         """Train to the last step; returns the last validation loss, or the last training loss where nothing validates.
@@ -74,6 +76,10 @@ class Loop:
         recipe, state, total_steps = self.checked.recipe, self.state, self.checked.total_steps
         validates = self.checked.data.validation is not None
         last_loss: float | None = None
+        if state.evaluation_due and validates and (found := self._evaluate(last=False)):
+            last_loss = found[0]
+            if found[1] and recipe.checkpoint.keep_best:
+                self.saver.save(best=True)
         while state.step < total_steps:
             done = self._step()
             state.step += 1
@@ -82,7 +88,8 @@ class Loop:
             self._count_skips(done)
             at_end, stop = state.step == total_steps, minutes.stop
             improved, last_loss = False, done.loss
-            if validates and (at_end or (not stop and _due(state.step, recipe.evaluation.every_steps))):
+            state.evaluation_due = validates and (at_end or _due(state.step, recipe.evaluation.every_steps))
+            if state.evaluation_due and (at_end or not stop):
                 found = self._evaluate(last=at_end)
                 stop = stop or found is None
                 last_loss, improved = found or (last_loss, False)
@@ -182,6 +189,7 @@ class Loop:
         found = evaluate(self.checked, state.model, self.data_rank, asked_to_stop)
         if found is None:
             return None
+        state.evaluation_due = False
         improved = found.loss < state.best_loss
         state.best_loss = min(state.best_loss, found.loss)
         self.speaker.write(

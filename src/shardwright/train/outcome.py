@@ -142,6 +142,11 @@ def is_lost_peer(message: str) -> bool:
         "Broken pipe",
         "Connection refused",
         "DistNetworkError",
+        # NCCL's words for the same
+        "remote process exited",
+        "ncclRemoteError",
+        "ncclSystemError",
+        "Watchdog caught collective operation timeout",
     )
     return any(sign in message for sign in signs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardwright.architecture import ModelShape
@@ -39,7 +39,7 @@ class Checked:
         """What must not change between a run and its resumption."""
         recipe, batch = self.recipe, self.plan.batch
         return {
-            "model": self.shape.to_config(),
+            "model": _fields_of(self.shape),
             "tokenizer": self.data.tokenizer.content_hash,
             "data": self.data.content_hash,
             "seed": recipe.seed,
@@ -71,6 +71,12 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
         frozen=match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]),
     )
+
+
+def _fields_of(shape: ModelShape) -> dict[str, Any]:
+    """The shape as JSON: equal for two config.json files that mean the same, however they spell it."""
+    told = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("config", "names")}
+    return {name: [asdict(item) for item in value] if isinstance(value, tuple) else value for name, value in told.items()}
 
 
 def match_frozen(patterns: tuple[str, ...], names: list[str]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.checkpoint.drift import differences
+from shardwright.checkpoint.drift import Difference, differences
 from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, read_values
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.errors import CheckpointError
@@ -50,6 +50,21 @@ def find_start(checked: Checked, folder: RunFolder) -> ResumeFrom | None:
     return ResumeFrom(found, values)
 
 
+def changes_since(start: ResumeFrom, checked: Checked) -> list[Difference]:
+    """What has changed in the recipe that a resumed run may change: to be told, not refused."""
+    return differences(start.values["recipe"], _changeable(checked))
+
+
+def _changeable(checked: Checked) -> dict[str, Any]:
+    """Sections that steer the run from here on, without making what it has learned another run's."""
+    recipe = checked.recipe
+    return {
+        "training": recipe.training.model_dump(mode="json"),
+        "precision": recipe.precision.model_dump(mode="json"),
+        "recompute": recipe.recompute,
+    }
+
+
 @dataclass
 class Saver:
     """Saves and restores the state of one run; every rank calls the same at the same step.
@@ -79,7 +94,9 @@ class Saver:
             "loss_scaler": None if state.scaler is None else state.scaler.state_dict(),
             "optimizer": optimizer_values(state.optimizer),
             "layout": str(self.checked.plan.layout),
+            "evaluation_due": state.evaluation_due,
             "run": self.checked.drift_fields,
+            "recipe": _changeable(self.checked),
         }
 
     def save(self, *, best: bool) -> None:
@@ -109,6 +126,7 @@ class Saver:
         state = self.state
         state.step = int(values["step"])
         state.skipped_in_a_row = int(values["skipped_in_a_row"])
+        state.evaluation_due = bool(values["evaluation_due"])
         state.best_loss = math.inf if values["best_loss"] is None else float(values["best_loss"])
         load_optimizer_values(state.optimizer, values["optimizer"])
         if state.scaler is not None:

@@ -42,6 +42,8 @@ class TrainState:
     step: int = 0
     skipped_in_a_row: int = 0
     best_loss: float = field(default=float("inf"))
+    evaluation_due: bool = False
+    """A stop came before the evaluation of this step was done: the resumed run begins with it."""
 
 
 def wants_cuda(recipe: Recipe) -> bool:

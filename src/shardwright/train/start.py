@@ -6,7 +6,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwright.config import Recipe, dump_recipe
 from shardwright.data.prepare import Progress
-from shardwright.errors import InputError, Preempted, RankFailed
+from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
 from shardwright.optim.schedules import batch_scale
 from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
 from shardwright.telemetry.exporters import check_exporters
@@ -28,7 +28,7 @@ from shardwright.train.meeting import Meeting
 from shardwright.train.outcome import first_line, is_lost_peer
 from shardwright.train.preflight import Checked, check
 from shardwright.train.ranks import RankEnvironment, find_ranks
-from shardwright.train.saving import ResumeFrom, Saver, find_start
+from shardwright.train.saving import ResumeFrom, Saver, changes_since, find_start
 from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks, wants_cuda
 from shardwright.train.signals import StopRequest, listening_for_stop
 
@@ -123,6 +123,8 @@ def _train(
     _tell_start(loop)
     if start is not None:
         saver.restore(start)
+        if ranks.speaks and (changed := changes_since(start, checked)):
+            speaker.write("warning", message=f"changed since the checkpoint: {'; '.join(map(str, changed))}")
         if state.step >= checked.total_steps and ranks.speaks:
             speaker.write("warning", message=f"nothing is left to train: step {state.step} of {checked.total_steps} is done")
 
@@ -139,7 +141,8 @@ def _train(
         tell_end("preempted")
         raise
     except Exception as error:
-        speaker.write("failed", step=state.step, message=f"{type(error).__name__}: {error}", rank=ranks.rank)
+        with suppress(RunFailed):  # where the disk is full this cannot be written either, and `error` is what matters
+            speaker.write("failed", step=state.step, message=f"{type(error).__name__}: {error}", rank=ranks.rank)
         raise
     tell_end("completed", final_loss)
 

@@ -128,7 +128,7 @@ def accumulate_gradients(
             )
             times.mark("forward")
             loss.backward(scale.to(loss.dtype))
-            times.mark("reduction")
+        times.mark("reduction")
         loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
     assert loss_sum is not None, "a step has at least one micro-batch"
     model.finish_gradients()

@@ -17,8 +17,9 @@ PEAK, MINIMUM = 1e-3, 1e-4
 
 
 def section(**changes: Any) -> TrainingSection:
+    minimum = 0.0 if changes.get("schedule") == "constant" else MINIMUM
     return TrainingSection(
-        **({"sequence_length": 8, "max_steps": 100, "learning_rate": PEAK, "min_learning_rate": MINIMUM} | changes)
+        **({"sequence_length": 8, "max_steps": 100, "learning_rate": PEAK, "min_learning_rate": minimum} | changes)
     )
 
 
@@ -67,7 +68,7 @@ def test_warmup_stable_decay_takes_a_tenth_by_default() -> None:
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_batch_scaling_multiplies_the_whole_curve(rule: str, factor: float) -> None:
-    training = section(schedule="cosine", warmup_steps=10, batch_scaling=rule, base_batch_size=8)
+    training = section(schedule="cosine", warmup_steps=10, batch_scaling=rule, base_batch_size=None if rule == "none" else 8)
     for step in (0, 9, 10, 55, 99, 100):
         base = learning_rate_at(step, section(schedule="cosine", warmup_steps=10), 100, 32)
         assert learning_rate_at(step, training, 100, 32) == pytest.approx(factor * base)
@@ -82,6 +83,7 @@ def test_every_curve_rises_to_the_peak_then_falls_to_the_minimum_without_jumps(
     kind: str, warmup: int, after: int, decay: int | None
 ) -> None:
     total = warmup + after
+    decay = decay if kind == "warmup_stable_decay" else None
     values = curve(section(schedule=kind, warmup_steps=warmup, decay_steps=decay), total)
     rising, falling = values[: warmup + 1], values[warmup:]
     assert rising == sorted(rising)

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwright.config import Recipe
-from shardwright.telemetry.events import Step, read_events
+from shardwright.errors import Preempted
+from shardwright.telemetry.events import Evaluation, Step, Warned, read_events, surviving
+from shardwright.train.loop import Loop
 from shardwright.train.start import train
 from shardwright.train.step import StepTimes
 from tests.unit.train.finished import ALPHABET, CONFIG
+
+
+def recipe_in(folder: Path, run: str = "run", **training: Any) -> Recipe:
+    """A run of two steps that evaluates after each."""
+    (folder / "corpus.txt").write_text(ALPHABET * 20)
+    data = {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")}
+    return Recipe.model_validate(
+        {
+            "model": {"config": CONFIG},
+            "tokenizer": {"kind": "character"},
+            "data": data | {"validation_split": "tail", "validation_fraction": 0.2},
+            "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3} | training,
+            "evaluation": {"every_steps": 1},
+            "run": {"dir": str(folder / run), "device": "cpu"},
+        }
+    )
 
 
 def test_a_step_lasts_until_its_device_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,19 +45,41 @@ def test_a_step_lasts_until_its_device_is_done(tmp_path: Path, monkeypatch: pyte
         return read_marks(times)
 
     monkeypatch.setattr(StepTimes, "seconds", wait)
-    (tmp_path / "corpus.txt").write_text(ALPHABET * 20)
-    recipe = Recipe.model_validate(
-        {
-            "model": {"config": CONFIG},
-            "tokenizer": {"kind": "character"},
-            "data": {"sources": str(tmp_path / "corpus.txt"), "cache_dir": str(tmp_path / "cache")},
-            "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3},
-            "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
-        }
-    )
-    train(recipe)
+    train(recipe_in(tmp_path))
     steps = read_events(tmp_path / "run").of(Step)
     assert [step.step for step in steps] == [1, 2]
     for step in steps:
         assert step.step_seconds >= lag_seconds
         assert step.tokens_per_second <= step.tokens / lag_seconds
+
+
+def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop during the evaluation of step 1: the resumed run begins with it, and both curves are those of the whole run."""
+    train(recipe_in(tmp_path, "whole"))
+    evaluate = Loop._evaluate
+
+    def stopped(loop: Loop, *, last: bool) -> tuple[float, bool] | None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(loop, last=last)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "_evaluate", stopped)
+        with pytest.raises(Preempted, match="saved at step 1 of 2"):
+            train(recipe_in(tmp_path))
+    assert read_events(tmp_path / "run").of(Evaluation) == []
+    train(recipe_in(tmp_path), resume=True)
+    curves = [
+        [(event.step, event.loss) for event in surviving(read_events(tmp_path / run)) if isinstance(event, Evaluation)]
+        for run in ("whole", "run")
+    ]
+    assert [step for step, _ in curves[0]] == [1, 2]
+    assert curves[0] == curves[1]
+
+
+def test_what_may_change_on_resume_is_told(tmp_path: Path) -> None:
+    train(recipe_in(tmp_path))
+    train(recipe_in(tmp_path, max_steps=3, learning_rate=2e-3), resume=True)
+    told = [event.message for event in read_events(tmp_path / "run").of(Warned)]
+    assert told == [
+        "changed since the checkpoint: training.learning_rate: saved 0.001, now 0.002; training.max_steps: saved 2, now 3"
+    ]
