@@ -27,7 +27,9 @@ PROMPT = "def read_"
 def main() -> int:
     """Run the demo; returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="where the run goes; a former demo there is removed")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/demo"), help="where the run goes; a former demo there is removed"
+    )
     parser.add_argument("--stop-at", type=int, default=250, help="step after which the run is stopped once")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed to train")
     options = parser.parse_args()
