@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import InputError, TokenizerError
 from shardwright.model.cache import KeyValueCache
 from shardwright.model.decoder import Decoder, head_logits
@@ -20,38 +21,6 @@ from shardwright.model.decoder import Decoder, head_logits
 logger = logging.getLogger(__name__)
 
 Stopped = Literal["eos", "length", "positions"]
-
-
-class TextTokenizer(Protocol):
-    """What generation needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id that ends a document."""
-        ...
-
-    @property
-    def unknown_id(self) -> int | None:
-        """The id of text that has none of its own."""
-        ...
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Ids that begin a document."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the tokenizer's own first tokens."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ class Completion:
 
 def generate(
     decoder: Decoder,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     prompt: str,
     *,
     max_new_tokens: int = 200,
@@ -108,7 +77,7 @@ def generate(
 @torch.inference_mode()
 def complete(
     decoder: Decoder,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     prompt: str,
     sampling: Sampling,
     *,
@@ -152,7 +121,7 @@ def complete(
     return Completion(stream.finish(), tuple(prompt_ids), tuple(stream.ids), stopped)
 
 
-def encode_prompt(decoder: Decoder, tokenizer: TextTokenizer, prompt: str) -> list[int]:
+def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Ids of a prompt that the model can take; an empty one begins as a document does."""
     shape = decoder.shape
     ids = list(tokenizer.encode(prompt))
@@ -252,7 +221,7 @@ class _TextStream:
     What a token adds is the text of a few tokens with it, less their text without it.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, prompt_ids: list[int], on_text: Callable[[str], None] | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], on_text: Callable[[str], None] | None) -> None:
         self.ids: list[int] = []
         self._tokenizer, self._on_text = tokenizer, on_text
         self._window = list(prompt_ids)
