@@ -1,0 +1,16 @@
+"""Accelerators, links and clusters: what data sheets say, and what a machine was measured to do."""
+
+from shardwright.hardware.cluster import Accelerator, Cluster, Link, Node
+from shardwright.hardware.profile import CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
+
+__all__ = [
+    "Accelerator",
+    "Cluster",
+    "CollectiveRate",
+    "Link",
+    "MatmulRate",
+    "MeasuredProfile",
+    "Node",
+    "load_profile",
+    "save_profile",
+]

@@ -1,0 +1,208 @@
+"""Rates measured on the machine itself, which the planner prefers to data sheets; written by `doctor --calibrate`. Torch-free.
+
+The file is JSON, one object:
+
+    schema_version   1
+    accelerator      the device's name as its driver tells it, and `catalog_name`, the catalogue's entry for it
+    measured_at      ISO 8601 date and time; `software`: versions that the rates depend on
+    memory_bytes     what the driver offers to a process
+    memory_bytes_per_second   bytes read plus written per second by a large copy on the device
+    matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
+    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
+
+`message_bytes` is the size of the whole result of an all_gather, of the whole input of a reduce_scatter, of the tensor of an
+all_reduce or broadcast, of one rank's input of an all_to_all, and of the message of a send.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from shardwright.errors import InputError
+
+SCHEMA_VERSION = 1
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+
+
+@dataclass(frozen=True)
+class MatmulRate:
+    """FLOP/s achieved by products `[m, k] x [k, n]` in one precision."""
+
+    precision: str
+    m: int
+    n: int
+    k: int
+    flops_per_second: float
+
+
+@dataclass(frozen=True)
+class CollectiveRate:
+    """Seconds that one collective took over `num_ranks`, `ranks_per_node` of them on each node."""
+
+    kind: CollectiveKind
+    num_ranks: int
+    ranks_per_node: int
+    message_bytes: int
+    seconds: float
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """Bytes/s that the slowest link must have carried, by nccl-tests' definition of bus bandwidth."""
+        return self.message_bytes * bus_factor(self.kind, self.num_ranks) / self.seconds
+
+
+def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
+    """Bytes that each rank must send for one byte of message (nccl-tests, doc/PERFORMANCE.md).
+
+    >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8), bus_factor("send", 2)
+    (1.75, 0.875, 1.0)
+    """
+    if kind == "all_reduce":
+        return 2 * (num_ranks - 1) / num_ranks
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (num_ranks - 1) / num_ranks
+    return 1.0
+
+
+@dataclass(frozen=True)
+class MeasuredProfile:
+    """What one machine achieved. Look-ups answer None where nothing was measured: the caller then falls back to the catalogue."""
+
+    accelerator: str
+    catalog_name: str | None
+    measured_at: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    matmuls: tuple[MatmulRate, ...] = ()
+    collectives: tuple[CollectiveRate, ...] = ()
+    software: Mapping[str, str] | None = None
+
+    def matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
+        """FLOP/s of the measured product nearest in shape, by the sum of the distances of log m, log n and log k."""
+        known = [rate for rate in self.matmuls if rate.precision == precision]
+        if not known:
+            return None
+        return min(known, key=lambda rate: _distance((rate.m, rate.n, rate.k), (m, n, k))).flops_per_second
+
+    def collective_seconds(self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float) -> float | None:
+        """Seconds of a collective, interpolated between measured sizes of the same kind and group.
+
+        Below the smallest size it is that size's time (latency); above the largest it grows with the bytes.
+        """
+        same = [
+            rate
+            for rate in self.collectives
+            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == (kind, num_ranks, ranks_per_node)
+        ]
+        if not same:
+            return None
+        points = sorted((rate.message_bytes, rate.seconds) for rate in same)
+        if message_bytes <= points[0][0]:
+            return points[0][1]
+        for (low, low_seconds), (high, high_seconds) in pairwise(points):
+            if message_bytes <= high:
+                share = (message_bytes - low) / (high - low)
+                return low_seconds + share * (high_seconds - low_seconds)
+        return points[-1][1] * message_bytes / points[-1][0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON of the file."""
+        return {"schema_version": SCHEMA_VERSION} | asdict(self)
+
+
+def _distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
+
+
+def load_profile(path: str | Path) -> MeasuredProfile:
+    """Read a measured profile.
+
+    Raises:
+        InputError: no such file, not JSON, another schema, or a field that is missing or of the wrong kind, by name.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"the measured profile cannot be read: {error.strerror}",
+            field="profile",
+            got=path,
+            remedy="Write one with `shardwright doctor --calibrate`",
+        ) from error
+    except ValueError as error:
+        raise InputError(f"the measured profile is not JSON: {error}", field="profile", got=path) from error
+    if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
+        got = content.get("schema_version") if isinstance(content, dict) else type(content).__name__
+        raise InputError(
+            "a measured profile of another kind",
+            field="profile.schema_version",
+            got=got,
+            allowed=str(SCHEMA_VERSION),
+            remedy="Write it again with `shardwright doctor --calibrate`",
+        )
+    software = content.get("software")
+    return MeasuredProfile(
+        accelerator=_text(content, "accelerator"),
+        catalog_name=content.get("catalog_name"),
+        measured_at=_text(content, "measured_at"),
+        memory_bytes=int(_positive(content, "memory_bytes")),
+        memory_bytes_per_second=_positive(content, "memory_bytes_per_second"),
+        matmuls=tuple(_read_matmul(entry) for entry in _entries(content, "matmuls")),
+        collectives=tuple(_read_collective(entry) for entry in _entries(content, "collectives")),
+        software=dict(software) if isinstance(software, dict) else None,
+    )
+
+
+def save_profile(profile: MeasuredProfile, path: str | Path) -> None:
+    """Write the file that `load_profile` reads."""
+    Path(path).write_text(json.dumps(profile.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def _read_matmul(entry: dict[str, Any]) -> MatmulRate:
+    m, n, k = (int(_positive(entry, name, "matmuls")) for name in ("m", "n", "k"))
+    return MatmulRate(_text(entry, "precision", "matmuls"), m, n, k, _positive(entry, "flops_per_second", "matmuls"))
+
+
+def _read_collective(entry: dict[str, Any]) -> CollectiveRate:
+    kind = entry.get("kind")
+    if kind not in get_args(CollectiveKind):
+        raise InputError(
+            "an unknown collective", field="profile.collectives.kind", got=kind, allowed=", ".join(get_args(CollectiveKind))
+        )
+    num_ranks, per_node, size = (
+        int(_positive(entry, name, "collectives")) for name in ("num_ranks", "ranks_per_node", "message_bytes")
+    )
+    return CollectiveRate(cast(CollectiveKind, kind), num_ranks, per_node, size, _positive(entry, "seconds", "collectives"))
+
+
+def _entries(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    entries = content.get(name, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InputError("a list of mappings is wanted", field=f"profile.{name}", got=type(entries).__name__)
+    return entries
+
+
+def _text(content: dict[str, Any], name: str, where: str = "") -> str:
+    value = content.get(name)
+    if not isinstance(value, str) or not value:
+        raise InputError("a text is wanted", field=_field(name, where), got=repr(value))
+    return value
+
+
+def _positive(content: dict[str, Any], name: str, where: str = "") -> float:
+    value = content.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise InputError("a positive number is wanted", field=_field(name, where), got=repr(value))
+    return float(value)
+
+
+def _field(name: str, where: str) -> str:
+    return f"profile.{where}.{name}" if where else f"profile.{name}"
