@@ -5,10 +5,12 @@ from shardwright.numerics.clip import clip_, clip_coefficient, global_norm, scal
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
 from shardwright.numerics.recompute import recompute_runner
+from shardwright.numerics.vocabulary import VocabularyShard
 
 __all__ = [
     "Dtypes",
     "LossScaler",
+    "VocabularyShard",
     "chunked_cross_entropy",
     "clip_",
     "clip_coefficient",

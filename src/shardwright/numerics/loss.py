@@ -1,6 +1,6 @@
 """Token cross-entropy straight from hidden states, without ever holding the logits of more than one chunk of tokens.
 
-Shapes: N tokens, S supervised tokens (S <= N), C tokens of one chunk, D hidden, V vocabulary.
+Shapes: N tokens, S supervised tokens (S <= N), C tokens of one chunk, D hidden, V vocabulary (of this rank, where it is cut).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from shardwright.numerics.vocabulary import VocabularyShard
 
 IGNORED = -100
 """Label of a token that is not supervised; the value that `torch.nn.functional.cross_entropy` ignores."""
@@ -26,6 +28,7 @@ def chunked_cross_entropy(
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
     label_smoothing: float = 0.0,
+    vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
     """Summed cross-entropy of the supervised tokens, in nats: a scalar in fp32 (fp64 for fp64 hidden states).
 
@@ -42,18 +45,23 @@ def chunked_cross_entropy(
     same graph is an error, as is a second derivative. Under fp16 they are made before the loss scale is known, so probabilities
     below 6e-8 are lost (bf16 and fp32 lose none). No supervised token at all gives a loss of exactly zero and zero gradients.
 
+    Where several ranks hold a run of rows each (`vocabulary`), every rank passes the same hidden states and labels, its own rows
+    of weight and bias, and gets the same loss; each chunk takes one collective of two numbers per token (three under label
+    smoothing). The gradients of weight and bias are those of the rank's rows; the one of the hidden states is the rank's share,
+    which the caller sums over the ranks (`collectives.copy_to_all` or `gather` does).
+
     Args:
-        labels_N: int64, in [0, V) or -100; already shifted.
+        labels_N: int64, in [0, size of the whole vocabulary) or -100; already shifted.
         chunk_tokens: tokens whose logits are held at a time.
-        label_smoothing: share of each target spread evenly over the vocabulary.
+        label_smoothing: share of each target spread evenly over the whole vocabulary.
+        vocabulary: which rows these are; None for all.
 
     Source: Liger Kernel (Hsu et al. 2024) computes the gradient in the forward pass; torch.nn.functional.linear_cross_entropy
     (torch 2.13) likewise. Why not the latter: docs/decisions/0001-chunked-cross-entropy.md.
     """
     hidden_SD, labels_S = _select_supervised(hidden_ND, labels_N)
-    loss: Tensor = _ChunkedCrossEntropy.apply(
-        hidden_SD, weight_VD, bias_V, labels_S, chunk_tokens, logit_scale, soft_cap, label_smoothing, torch.is_grad_enabled()
-    )
+    head = _Head(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary)
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_SD, weight_VD, bias_V, labels_S, chunk_tokens, head, torch.is_grad_enabled())
     return loss
 
 
@@ -101,6 +109,7 @@ class _Head:
     logit_scale: float
     soft_cap: float | None
     label_smoothing: float
+    vocabulary: VocabularyShard | None
 
     @property
     def is_plain(self) -> bool:
@@ -118,17 +127,31 @@ class _Head:
         if self.soft_cap is not None:
             chunk.raised_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         torch.log_softmax(chunk.raised_CV, dim=1, dtype=chunk.probs_CV.dtype, out=chunk.probs_CV)
+        if self.vocabulary is not None:
+            return self._measure_shard(self.vocabulary, chunk, labels_C1)
         loss = -chunk.probs_CV.gather(1, labels_C1).sum()
         if self.label_smoothing:
             loss = (1.0 - self.label_smoothing) * loss - self.label_smoothing * chunk.probs_CV.mean(1).sum()
         return loss
 
+    def _measure_shard(self, vocabulary: VocabularyShard, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
+        """The same where this rank has some rows only: the log-probabilities so far are among those."""
+        rows_C1, own_C1 = vocabulary.local_labels(labels_C1, chunk.probs_CV.shape[1])
+        target_C1 = torch.where(own_C1, chunk.raised_CV.gather(1, rows_C1).to(chunk.probs_CV.dtype), 0.0)
+        target_C, mean_C = vocabulary.normalise(chunk.raised_CV, chunk.probs_CV, target_C1, smoothed=self.label_smoothing > 0.0)
+        return -((1.0 - self.label_smoothing) * target_C + self.label_smoothing * mean_C).sum()
+
     def differentiate(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
         """d loss / d product, in place of the log-probabilities: softmax - target, back through cap (1 - tanh^2) and scale."""
         grad_CV = chunk.probs_CV.exp_()
         if self.label_smoothing:
-            grad_CV -= self.label_smoothing / grad_CV.shape[1]
-        grad_CV.scatter_add_(1, labels_C1, grad_CV.new_full(labels_C1.shape, self.label_smoothing - 1.0))
+            whole = grad_CV.shape[1] if self.vocabulary is None else self.vocabulary.size_of_whole
+            grad_CV -= self.label_smoothing / whole
+        at_target_C1 = grad_CV.new_full(labels_C1.shape, self.label_smoothing - 1.0)
+        if self.vocabulary is not None:
+            labels_C1, own_C1 = self.vocabulary.local_labels(labels_C1, grad_CV.shape[1])
+            at_target_C1 *= own_C1
+        grad_CV.scatter_add_(1, labels_C1, at_target_C1)
         if self.soft_cap is not None:
             grad_CV *= chunk.raised_CV.div_(self.soft_cap).square_().neg_().add_(1.0)
         if self.logit_scale != 1.0:
@@ -147,9 +170,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_S: Tensor,
         chunk_tokens: int,
-        logit_scale: float,
-        soft_cap: float | None,
-        label_smoothing: float,
+        head: _Head,
         grad_enabled: bool,
     ) -> Tensor:
         # Gradient mode is always off in here, so the caller says whether a backward pass will come.
@@ -157,7 +178,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         compute_dtype = hidden_SD.dtype
         sum_dtype = torch.promote_types(compute_dtype, torch.float32)
         product_weight_VD = weight_VD.to(compute_dtype)
-        head = _Head(bias_V, logit_scale, soft_cap, label_smoothing)
         chunks = range(0, hidden_SD.shape[0], chunk_tokens)
         buffers = _Buffers.allocate(min(chunk_tokens, hidden_SD.shape[0]), product_weight_VD, raise_logits=not head.is_plain)
 
@@ -201,4 +221,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if stored is None else stored.mul_(grad_loss).to(dtype)
             for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None, None, None, None)
+        return (*gradients, None, None, None, None)

@@ -1,0 +1,115 @@
+"""Collectives that gradients go through, each over one process group. `None` for a group means one rank: nothing is done.
+
+    function        forward          backward         called in the papers
+    copy_to_all     identity         all-reduce       f       (Shoeybi et al. 2019, figure 3; Korthikanti et al. 2022, figure 4)
+    sum_over        all-reduce       identity         g       (2019), f-bar (2022)
+    gather          all-gather       reduce-scatter   g       (2022, figure 5)
+    scatter_sum     reduce-scatter   all-gather       g-bar   (2022)
+    gather_copies   all-gather       own slice        -       every rank goes on alike, so their gradients are copies
+    take_slice      own slice        all-gather       -       its opposite
+    sum_shared      all-reduce       all-reduce       -       every rank goes on differently: a statistic over a cut width
+
+Which one is right depends on what the ranks do with the result, not on what it looks like: where every rank computes the same
+from it, gradients are copies and must not be summed; where each computes its share, gradients are shares and must be. All
+collectives keep the dtype. Slices are equal: a dimension that is cut is a multiple of the group's size (`placement.check`).
+
+Source: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+_Move = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
+
+
+def copy_to_all(x: Tensor, group: Group) -> Tensor:
+    """The same tensor, used by every rank for its share of what follows: the gradients of the shares are summed."""
+    return _apply(x, group, 0, _keep, _all_reduce)
+
+
+def sum_over(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' shares, with which every rank goes on alike."""
+    return _apply(x, group, 0, _all_reduce, _keep)
+
+
+def sum_shared(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' shares, which every rank uses for a share of its own: forward and backward are sums."""
+    return _apply(x, group, 0, _all_reduce, _all_reduce)
+
+
+def gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The ranks' slices along `dim` one after another, used by every rank for its share of what follows."""
+    return _apply(x, group, dim, _all_gather, _reduce_scatter)
+
+
+def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's slice along `dim` of the sum of the ranks' shares."""
+    return _apply(x, group, dim, _reduce_scatter, _all_gather)
+
+
+def gather_copies(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The ranks' slices along `dim` one after another, with which every rank goes on alike."""
+    return _apply(x, group, dim, _all_gather, _slice)
+
+
+def take_slice(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's slice along `dim` of a tensor that every rank holds alike; its gradient is the ranks' slices together."""
+    return _apply(x, group, dim, _slice, _all_gather)
+
+
+def _apply(x: Tensor, group: Group, dim: int, forward: _Move, backward: _Move) -> Tensor:
+    if group is None or group.size() == 1:
+        return x
+    moved: Tensor = _Moved.apply(x, group, dim % x.ndim if x.ndim else 0, forward, backward)
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    """One collective on the way forward, its transpose on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, forward: _Move, backward: _Move) -> Tensor:
+        ctx.group, ctx.dim, ctx.backward_move = group, dim, backward
+        return forward(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward_move(gradients[0], ctx.group, ctx.dim), None, None, None, None
+
+
+def _keep(x: Tensor, _group: dist.ProcessGroup, _dim: int) -> Tensor:
+    return x.view_as(x)  # autograd wants an output that is not its input
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
+    # Never in place: the operand may be another operation's saved tensor, or a gradient that is added elsewhere too.
+    summed = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    stacked = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_into_tensor(stacked.flatten(0, 1), x.contiguous(), group=group)
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)  # no copy where the dimensions before `dim` are of size 1
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    stacked = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+    own = torch.empty_like(stacked[0])
+    dist.reduce_scatter_tensor(own, stacked.flatten(0, 1), group=group)
+    return own
+
+
+def _slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    length = x.shape[dim] // group.size()
+    # A copy: a view would keep the whole alive.
+    return x.narrow(dim, dist.get_rank(group) * length, length).clone(memory_format=torch.contiguous_format)
