@@ -1,0 +1,143 @@
+"""One way to run a training step: everything that changes its memory or its time, and nothing else. Torch-free values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.config.schema import RecomputeKind
+from shardwright.layout import Layout
+
+Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
+"""Of matrix products. fp8 and nvfp4 keep activations, and all but the products, in bf16."""
+
+OptimizerKind = Literal["adamw", "adamw_8bit", "sgd", "sgd_momentum"]
+Offload = Literal["none", "optimizer", "parameters"]
+
+STATE_BYTES: dict[OptimizerKind, float] = {"adamw": 8.0, "adamw_8bit": 2.0 + 8.0 / 256, "sgd": 0.0, "sgd_momentum": 4.0}
+"""Bytes of optimizer state per trained parameter, master weights not counted (8-bit: one fp32 scale per block of 256, twice)."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank adapters beside frozen weights: `rank` columns in and out of each matrix of `roles`.
+
+    `quantised` holds the frozen matrices in NF4: 4 bits, and one byte per block of 64 for its scale (QLoRA, arXiv 2305.14314).
+    """
+
+    rank: int
+    roles: tuple[str, ...] = ("query", "key", "value", "qkv", "attention_out", "gate", "up", "gate_up", "down")
+    quantised: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a trainer keeps things, where trainers differ; the defaults are shardwright's own habits.
+
+    Bytes are per parameter. `weight_bytes` is what stays on the rank between steps (None: master weights in fp32, or fp64, which
+    are cast at use), `master_bytes` a second copy that is sharded with the optimizer's states, `gradient_bytes` what accumulates
+    (None: as the master weights).
+    """
+
+    name: str = "shardwright"
+    weight_bytes: float | None = None
+    master_bytes: float = 0.0
+    gradient_bytes: float | None = None
+    gather_bytes: float | None = None
+    """Of parameters gathered by zero_stage 3, sent and held; None: the compute precision's."""
+    reduce_bytes: float | None = None
+    """Of gradients on the wire; None: fp32, or 2 with `precision.reduce_dtype: bf16`."""
+    casts_at_use: bool = True
+    """Replicated weights are cast to the compute precision at each use, and the copies are kept for the backward pass."""
+    whole_gradients: bool = False
+    """zero_stage 1 holds whole gradients even without accumulation (buffers that live as long as the run)."""
+    gated_tensors: float = 3.0
+    """Tensors of feed-forward width that a gated feed-forward keeps: gate, up, product; 4 where the activation is kept too."""
+    plain_tensors: float = 2.0
+    """The same without a gate: before and after the activation."""
+    norm_tensors: float = 2.0
+    """Tensors of model width that a norm keeps: its input (the residual stream) and its output (the products' input)."""
+    rotary_tensors: float = 0.0
+    """Copies of queries and keys that the rotation keeps."""
+    keeps_gathered_sequence: bool = True
+    """Under sequence parallelism the gathered input of the column-cut products is kept, rather than gathered again."""
+    logit_bytes: float = 8.0
+    """Per logit, where the loss holds all of them at once (`loss_chunk_tokens` None)."""
+    overlaps_tensor: bool = False
+    """Whether tensor-parallel collectives run beside products (chunked, as in async TP)."""
+    defers_stage_2: bool = False
+    """zero_stage 2 reduces gradients once per step rather than with every micro-batch."""
+
+
+SHARDWRIGHT = Engine()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its batch arithmetic, precision, recomputation, optimizer and adapters.
+
+    Under pp the micro-batches of the schedule are the accumulation steps. `document_tokens` is the mean length of the documents
+    of packed rows, where the attention kernel skips what lies between documents; None is one document per row.
+    """
+
+    layout: Layout
+    sequence_length: int
+    micro_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    precision: Precision = "bf16"
+    recompute: RecomputeKind = "none"
+    optimizer: OptimizerKind = "adamw"
+    adapter: Adapter | None = None
+    offload: Offload = "none"
+    reduce_in_bf16: bool = False
+    compile: bool = False
+    flash_attention: bool = True
+    document_tokens: int | None = None
+    loss_chunk_tokens: int | None = 1024
+    engine: Engine = SHARDWRIGHT
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch_size * self.layout.data_ranks * self.gradient_accumulation_steps
+
+    @property
+    def global_batch_tokens(self) -> int:
+        """Tokens per optimizer step."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def runnable(self) -> bool:
+        """Whether `train` can do it: offload, 8-bit floats and 8-bit optimizer states are predicted only."""
+        return self.offload == "none" and self.precision not in ("fp8", "nvfp4") and self.optimizer != "adamw_8bit"
+
+    @property
+    def activation_bytes(self) -> int:
+        """Per element of the activations."""
+        return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
+
+    @property
+    def master_bytes(self) -> int:
+        """Per element of the master weights."""
+        return 8 if self.precision == "fp64" else 4
+
+    def describe(self) -> str:
+        """In a line: degrees above 1, then what else differs from the plainest run."""
+        layout = self.layout
+        degrees = [f"{axis} {layout.degree(axis)}" for axis in ("pp", "tp", "cp", "ep") if layout.degree(axis) > 1]
+        degrees += _data_degrees(layout)
+        if layout.pp > 1:
+            virtual = f" x{layout.virtual_stages}" if layout.virtual_stages and layout.virtual_stages > 1 else ""
+            degrees.append(layout.schedule + virtual)
+        if layout.cp > 1:
+            degrees.append(layout.cp_method)
+        if layout.tp > 1 and not layout.sequence_parallel:
+            degrees.append("no sequence parallel")
+        return ", ".join(degrees) or "one GPU"
+
+
+def _data_degrees(layout: Layout) -> list[str]:
+    if layout.zero_stage == 0:
+        return [f"DDP {layout.dp_replicate}"] if layout.dp_replicate > 1 else []
+    shards = f"ZeRO-{layout.zero_stage} over {layout.fsdp}"
+    return [shards, f"{layout.dp_replicate} replicas"] if layout.dp_replicate > 1 else [shards]

@@ -1,0 +1,66 @@
+"""How much of what data sheets promise is achieved: the planner's only fitted numbers, each with a cause that a person can name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares, seconds and sizes for one kind of accelerator under one trainer. Every number is read by the planner's formulas.
+
+    A product [m, k] x [k, n] runs at peak x `matmul_share` x m/(m + m_half) x n/(n + n_half) x k/(k + k_half), never faster than its
+    operands can be read, and takes `kernel_seconds` at least.
+    """
+
+    matmul_share: float = 0.80
+    """Of the dense peak, by very large products (power limits included)."""
+    matmul_share_by_precision: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Where a precision differs: fp8's products with their scaling reach less of their peak."""
+    m_half: float = 256.0
+    """Rows (tokens) at which a product runs at half of its best rate; tiles and waves that are not full."""
+    n_half: float = 128.0
+    k_half: float = 128.0
+    attention_forward_share: float = 0.55
+    """Of the dense peak, by the fused attention kernel's forward pass on long rows."""
+    attention_backward_share: float = 0.42
+    attention_half_tokens: float = 256.0
+    """Tokens of a row at which attention runs at half of its best rate."""
+    memory_share: float = 0.80
+    """Of the memory's bandwidth, by operations that only move bytes."""
+    compiled_bytes_share: float = 0.55
+    """Of the bytes that element-wise operations move, what is left when the compiler has fused them."""
+    kernel_seconds: float = 4e-6
+    """Least time of one operation on the device."""
+    host_seconds: float = 7e-6
+    """Least time between the starts of two operations: the host's, which a device that is quicker waits for."""
+    intra_share: float = 0.80
+    """Of the link within a domain, by large collectives."""
+    inter_share: float = 0.80
+    """Of the link between domains."""
+    collective_seconds: float = 12e-6
+    """Start of a collective, beyond the link's own latency."""
+    data_overlap: float = 0.90
+    """Share of the traffic of gathers and reductions that may run beside compute."""
+    tensor_overlap: float = 0.0
+    context_overlap: float = 0.90
+    expert_overlap: float = 0.0
+    pipeline_overlap: float = 0.0
+    contention: float = 0.08
+    """By how much compute slows down while traffic runs beside it: the collectives' kernels and memory traffic."""
+    optimizer_share: float = 0.70
+    """Of the memory's bandwidth, by the optimizer's update."""
+    step_seconds: float = 5e-3
+    """Between steps: data, norm, logging."""
+    straggler_share: float = 0.01
+    """By how much a step is longer for each doubling of nodes: the slowest of many sets the pace."""
+    reserve_share: float = 0.05
+    """Of live bytes, what the allocator holds beyond them."""
+    reserve_bytes: float = 0.3e9
+    context_bytes: float = 0.9e9
+    """The device's context and libraries."""
+    communicator_bytes: float = 0.25e9
+    """Buffers of each process group that a rank is a member of."""
+    usable_share: float = 1.0
+    """Of the device's memory, what a run may plan to fill."""

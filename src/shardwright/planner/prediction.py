@@ -1,0 +1,151 @@
+"""What a candidate is predicted to cost: bytes by part, seconds by part, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from shardwright.planner.candidate import Candidate
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Peak bytes on the fullest rank, by part: what each part holds at the moment of the step when their sum is largest."""
+
+    weights: float = 0.0
+    """Master weights (or the adapter's frozen base) that stay between steps."""
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    """Moments, and a second copy of the weights where the engine keeps one."""
+    activations: float = 0.0
+    """What the backward pass reads of the micro-batches in flight, and of the layer that is being recomputed."""
+    logits: float = 0.0
+    """Logits, their gradient, and the gradients that the loss makes at once."""
+    gathered: float = 0.0
+    """Parameters gathered or cast to the compute precision."""
+    workspaces: float = 0.0
+    """Buffers of reductions and products that live for a moment."""
+    reserve: float = 0.0
+    """What the allocator holds beyond what is live: fragmentation."""
+
+    driver: float = 0.0
+    """The device's context and the collectives' own buffers, which no allocator of tensors sees."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts: what the device's monitor shows."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that the allocator holds (torch: max_memory_reserved)."""
+        return self.total - self.driver
+
+    @property
+    def live(self) -> float:
+        """Bytes of tensors (torch: max_memory_allocated)."""
+        return self.reserved - self.reserve
+
+
+@dataclass(frozen=True)
+class TimeParts:
+    """Seconds of one optimizer step on the slowest rank. The exposed parts add up to the step; hidden traffic runs beside compute."""
+
+    compute: float = 0.0
+    """Forward, backward and recomputation."""
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    pipeline: float = 0.0
+    """Sends of hidden states that nothing hides."""
+    data: float = 0.0
+    """Gathering parameters and reducing gradients, where nothing hides it."""
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    """Norm, clip and update."""
+    overhead: float = 0.0
+    """What is neither: the host between steps, stragglers."""
+    hidden_tensor: float = 0.0
+    hidden_context: float = 0.0
+    hidden_expert: float = 0.0
+    hidden_pipeline: float = 0.0
+    hidden_data: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of one optimizer step."""
+        return sum(getattr(self, part.name) for part in fields(self) if not part.name.startswith("hidden_"))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of traffic that nothing hides."""
+        return self.tensor + self.context + self.expert + self.pipeline + self.data
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A candidate with its cost on a cluster."""
+
+    candidate: Candidate
+    num_gpus: int
+    memory: MemoryParts
+    time: TimeParts
+    memory_capacity_bytes: float
+    """What a process may use of one device."""
+    model_flops_per_step: float
+    """By the convention of `architecture.count`: causal attention, recomputation not counted."""
+    peak_flops_per_second: float
+    """Dense peak of one device in the candidate's precision."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has room."""
+        return self.memory.total <= self.memory_capacity_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole cluster."""
+        return self.candidate.global_batch_tokens / self.time.step
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Of one device."""
+        return self.tokens_per_second / self.num_gpus
+
+    @property
+    def model_flops_utilisation(self) -> float:
+        """Model FLOPs per second over the dense peak."""
+        return self.model_flops_per_step / self.time.step / self.num_gpus / self.peak_flops_per_second
+
+    def days(self, num_steps: int) -> float:
+        """Days that `num_steps` optimizer steps take."""
+        return num_steps * self.time.step / 86400
+
+    def gpu_hours(self, num_steps: int) -> float:
+        """GPU-hours that `num_steps` optimizer steps take."""
+        return num_steps * self.time.step * self.num_gpus / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON: base units."""
+        candidate, layout = self.candidate, self.candidate.layout
+        return {
+            "layout": asdict(layout) | {"world_size": layout.world_size},
+            "describe": candidate.describe(),
+            "micro_batch_size": candidate.micro_batch_size,
+            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+            "global_batch_size": candidate.global_batch_size,
+            "sequence_length": candidate.sequence_length,
+            "precision": candidate.precision,
+            "recompute": candidate.recompute,
+            "optimizer": candidate.optimizer,
+            "adapter": None if candidate.adapter is None else asdict(candidate.adapter),
+            "offload": candidate.offload,
+            "runnable": candidate.runnable,
+            "num_gpus": self.num_gpus,
+            "fits": self.fits,
+            "memory_bytes": asdict(self.memory) | {"total": self.memory.total, "capacity": self.memory_capacity_bytes},
+            "step_seconds": asdict(self.time) | {"total": self.time.step},
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "model_flops_utilisation": self.model_flops_utilisation,
+        }
