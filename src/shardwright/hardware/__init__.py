@@ -1,6 +1,7 @@
 """Accelerators, links and clusters: what data sheets say, and what a machine was measured to do."""
 
 from shardwright.hardware.cluster import Accelerator, Cluster, Link, Node
+from shardwright.hardware.load import accelerators, find_accelerator, find_link, find_node, links, parse_cluster
 from shardwright.hardware.profile import CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
 
 __all__ = [
@@ -11,6 +12,12 @@ __all__ = [
     "MatmulRate",
     "MeasuredProfile",
     "Node",
+    "accelerators",
+    "find_accelerator",
+    "find_link",
+    "find_node",
+    "links",
     "load_profile",
+    "parse_cluster",
     "save_profile",
 ]

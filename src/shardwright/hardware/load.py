@@ -1,0 +1,225 @@
+"""The catalogue: accelerators and links by name, and clusters as they are written on a command line. Torch-free.
+
+One YAML file per accelerator in `catalog/`, one for all links; each number stands beside the document it was read from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from shardwright.errors import InputError
+from shardwright.hardware.cluster import Accelerator, Cluster, Link, Node
+from shardwright.hardware.profile import MeasuredProfile
+
+_COUNTED = re.compile(r"^\s*(\d+)\s*[xX*]\s*(.+?)\s*$")
+_NOISE = re.compile(r"nvidia|amd|instinct|tesla|geforce|[^a-z0-9]")
+
+
+@dataclass(frozen=True)
+class _LinkEntry:
+    """A link of the catalogue; `shared` when a node's accelerators share one adapter."""
+
+    link: Link
+    shared: bool
+
+
+def _plain(name: str) -> str:
+    """A spelling without case, punctuation and makers' names: `NVIDIA H100 SXM` and `h100-sxm` are one.
+
+    >>> _plain("NVIDIA GeForce RTX 4090"), _plain("A100-80GB-SXM")
+    ('rtx4090', 'a10080gbsxm')
+    """
+    return _NOISE.sub("", name.lower())
+
+
+@cache
+def _catalog() -> tuple[dict[str, Node], dict[str, str], dict[str, _LinkEntry], dict[str, str]]:
+    """Nodes by accelerator name, accelerator names by plain spelling, links by name, link names by plain spelling."""
+    folder = files("shardwright.hardware") / "catalog"
+    documents = {entry.name: yaml.safe_load(entry.read_text(encoding="utf-8")) for entry in folder.iterdir()}
+    links, link_names = _read_links(documents.pop("links.yaml"))
+    nodes: dict[str, Node] = {}
+    names: dict[str, str] = {}
+    for document in documents.values():
+        node = _read_node(document, links)
+        nodes[node.accelerator.name] = node
+        for spelling in (node.accelerator.name, *document["aliases"]):
+            other = names.setdefault(_plain(spelling), node.accelerator.name)
+            assert other == node.accelerator.name, f"{spelling} is both {other} and {node.accelerator.name}"
+    return nodes, names, links, link_names
+
+
+def _read_links(document: Mapping[str, Any]) -> tuple[dict[str, _LinkEntry], dict[str, str]]:
+    links: dict[str, _LinkEntry] = {}
+    names: dict[str, str] = {}
+    texts = document["documents"]
+    for name, entry in document["links"].items():
+        link = Link(
+            name=name,
+            kind=entry["kind"],
+            bytes_per_second=float(entry["bytes_per_second"]),
+            latency_seconds=float(entry["latency_seconds"]),
+            multicast_reduction=entry.get("multicast_reduction", False),
+            sources={"bytes_per_second": texts[entry["source"]], "latency_seconds": texts["nccl"]},
+        )
+        links[name] = _LinkEntry(link, shared=entry["per"] == "node")
+        names.update({_plain(spelling): name for spelling in (name, *entry.get("aliases", ()))})
+    return links, names
+
+
+def _read_node(document: Mapping[str, Any], links: Mapping[str, _LinkEntry]) -> Node:
+    texts = document["documents"]
+    peaks = document["peak_flops_per_second"]
+    numbers = {name: document[name] for name in ("memory_bytes", "memory_bytes_per_second", "power_watts")}
+    sources = {name: texts[entry["source"]] for name, entry in (numbers | peaks).items()}
+    accelerator = Accelerator(
+        name=document["name"],
+        memory_bytes=int(numbers["memory_bytes"]["value"]),
+        memory_bytes_per_second=float(numbers["memory_bytes_per_second"]["value"]),
+        peak_flops_per_second={precision: float(entry["value"]) for precision, entry in peaks.items()},
+        kind=document["kind"],
+        vendor=document["vendor"],
+        generation=document["generation"],
+        power_watts=float(numbers["power_watts"]["value"]),
+        sources=sources,
+    )
+    node = document["node"]
+    count = int(node["accelerators"])
+    inter = links[node["inter"]]
+    return Node(
+        name=node["name"],
+        accelerator=accelerator,
+        num_accelerators=count,
+        intra=links[node["intra"]].link,
+        inter=_per_accelerator(inter, None, count),
+        domain_size=int(node["domain_size"]),
+    )
+
+
+def _per_accelerator(entry: _LinkEntry, adapters: int | None, gpus_per_node: int) -> Link:
+    """The link as one accelerator has it, where a node has `adapters` of them (None: as is usual)."""
+    if adapters is None and not entry.shared:
+        return entry.link
+    share = (adapters or 1) / gpus_per_node
+    name = f"{adapters}x{entry.link.name}" if adapters else entry.link.name
+    return replace(entry.link, name=name, bytes_per_second=entry.link.bytes_per_second * share)
+
+
+def accelerators() -> tuple[str, ...]:
+    """Names of the catalogue's accelerators."""
+    return tuple(sorted(_catalog()[0]))
+
+
+def links() -> tuple[str, ...]:
+    """Names of the catalogue's links."""
+    return tuple(_catalog()[2])
+
+
+def find_node(name: str) -> Node:
+    """The usual machine of an accelerator, by any of its spellings.
+
+    Raises:
+        InputError: unknown; names the nearest.
+
+    >>> find_node("nvidia h100").accelerator.name, find_node("GB200").domain_size
+    ('H100-80GB-SXM', 72)
+    """
+    nodes, names, _, _ = _catalog()
+    found = names.get(_plain(name))
+    if found is None:
+        raise InputError(
+            "this accelerator is not in the catalogue",
+            field="cluster",
+            got=name,
+            allowed=_nearest(name, names, accelerators()),
+            remedy="Take one of these spellings, or add a file to hardware/catalog",
+        )
+    return nodes[found]
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """An accelerator by any of its spellings; raises InputError with the nearest names."""
+    return find_node(name).accelerator
+
+
+def find_link(name: str, gpus_per_node: int) -> Link:
+    """A link as one of a node's `gpus_per_node` accelerators has it; "4xib200" means four adapters a node.
+
+    Raises:
+        InputError: unknown; names the nearest.
+
+    >>> find_link("4xib200", 8).bytes_per_second / 1e9, find_link("eth100", 4).bytes_per_second / 1e9
+    (12.5, 3.125)
+    """
+    _, _, by_name, names = _catalog()
+    counted = _COUNTED.match(name)
+    adapters, word = (int(counted[1]), counted[2]) if counted else (None, name)
+    found = names.get(_plain(word))
+    if found is None or adapters == 0:
+        raise InputError(
+            "this link is not in the catalogue",
+            field="link",
+            got=name,
+            allowed=_nearest(word, names, links()),
+            remedy="Take one of these spellings, with the adapters a node has before it if need be: 4xib200",
+        )
+    return _per_accelerator(by_name[found], adapters, gpus_per_node)
+
+
+def parse_cluster(
+    text: str, *, nodes: int = 1, link: str | None = None, profile: MeasuredProfile | None = None, domain_size: int | None = None
+) -> Cluster:
+    """A cluster as the command line writes it.
+
+    Args:
+        text: `8xH100-80GB`: accelerators per node; the number may be left out, which takes the usual machine's.
+        nodes: machines.
+        link: between machines; default what is usual with this accelerator.
+        profile: measured rates; its memory and memory bandwidth replace the catalogue's.
+        domain_size: accelerators joined by the fast link; default a node's, or a rack's where the machine is a rack.
+
+    Raises:
+        InputError: an unknown accelerator or link (nearest names), or no machine at all.
+
+    >>> cluster = parse_cluster("8xH100-80GB", nodes=4, link="ib400")
+    >>> cluster.name, cluster.num_gpus, cluster.intra.name
+    ('4 x 8xH100-80GB-SXM over ib400', 32, 'nvlink4')
+    """
+    counted = _COUNTED.match(text)
+    node = find_node(counted[2] if counted else text)
+    count = int(counted[1]) if counted else node.num_accelerators
+    usual_inter = node.inter if count == node.num_accelerators else _inter_for(node, count)
+    domain = domain_size or (node.domain_size if node.domain_size > node.num_accelerators else count)
+    accelerator = node.accelerator
+    if profile is not None:
+        accelerator = replace(
+            accelerator, memory_bytes=profile.memory_bytes, memory_bytes_per_second=profile.memory_bytes_per_second
+        )
+    return Cluster(
+        accelerator=accelerator,
+        gpus_per_node=count,
+        num_nodes=nodes,
+        intra=node.intra,
+        inter=find_link(link, count) if link else usual_inter,
+        domain_size=domain,
+        profile=profile,
+    )
+
+
+def _inter_for(node: Node, count: int) -> Link:
+    """The usual outward link where a machine holds another number of accelerators than usual."""
+    return find_link(node.inter.name, count) if count else node.inter
+
+
+def _nearest(word: str, names: Mapping[str, str], known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(_plain(word), list(names), n=4, cutoff=0.5)
+    found = dict.fromkeys(names[spelling] for spelling in close)
+    return "nearest: " + ", ".join(found) if found else ", ".join(known)

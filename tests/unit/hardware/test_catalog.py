@@ -1,0 +1,89 @@
+"""The catalogue: spellings, plausibility of every number, clusters as they are written."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.errors import InputError
+from shardwright.hardware import Cluster, accelerators, find_accelerator, find_link, find_node, links, parse_cluster
+from shardwright.units import GIB_BYTES
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("H100-80GB-SXM", "H100-80GB-SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB-SXM"),
+        ("H100-96GB-SXM-HBM2e-500W", "H100-96GB-SXM-HBM2e"),
+        ("A100-SXM (DGX-A100, 2020)", "A100-80GB-SXM"),
+        ("B200 (power limited)", "B200-180GB-SXM"),
+        ("V100-SXM (DGX-2)", "V100-32GB-SXM"),
+        ("GeForce RTX 4090", "RTX4090-24GB"),
+        ("AMD Instinct MI300X", "MI300X-192GB"),
+    ],
+)
+def test_spellings_of_data_sheets_drivers_and_published_tables(spelling: str, name: str) -> None:
+    assert find_accelerator(spelling).name == name
+
+
+@pytest.mark.parametrize("name", accelerators())
+def test_every_entry_is_whole_and_says_where_its_numbers_stand(name: str) -> None:
+    node = find_node(name)
+    device = node.accelerator
+    numbers = {"memory_bytes", "memory_bytes_per_second", "power_watts", *device.peak_flops_per_second}
+    assert set(device.sources) == numbers
+    assert all(any(year in text for year in map(str, range(2015, 2027))) for text in device.sources.values()), "a date for each"
+    assert 15 * GIB_BYTES < device.memory_bytes < 400 * GIB_BYTES
+    assert 2e11 < device.memory_bytes_per_second < 1e13
+    peaks = device.peak_flops_per_second
+    if device.kind == "gpu":
+        assert peaks["fp16"] >= 1.9 * peaks["fp32"]
+        assert peaks.get("fp8", 2 * peaks["fp16"]) == pytest.approx(2 * peaks["fp16"], rel=0.02), "dense, not sparse"
+    assert node.intra.bytes_per_second > node.inter.bytes_per_second
+
+
+def test_a_links_rate_is_one_direction_of_one_accelerator() -> None:
+    assert find_link("nvlink4", 8).bytes_per_second == 450e9
+    assert find_link("ib400", 8).bytes_per_second == 50e9
+    assert find_link("eth100", 8).bytes_per_second == pytest.approx(100e9 / 8 / 8)
+    assert find_link("8xib200", 8).bytes_per_second == find_link("ib200", 8).bytes_per_second == 25e9
+    assert find_link("4xopa100", 8).bytes_per_second == 6.25e9
+    assert all(find_link(name, 8).sources for name in links())
+
+
+def test_a_cluster_as_it_is_written() -> None:
+    cluster = parse_cluster("8xH100-80GB", nodes=4, link="ib400")
+    assert (cluster.num_gpus, cluster.domain_size, cluster.name) == (32, 8, "4 x 8xH100-80GB-SXM over ib400")
+    assert cluster.link(8, 1).kind == "nvlink"
+    assert cluster.link(9, 1).kind == "infiniband"
+    assert cluster.link(2, 8).kind == "infiniband"
+    assert cluster.link(4, 2).kind == "nvlink"
+
+
+def test_a_rack_is_one_domain() -> None:
+    cluster = parse_cluster("4xGB200", nodes=32)
+    assert cluster.domain_size == 72
+    assert cluster.link(64, 1).kind == "nvlink"
+    assert cluster.link(128, 1).kind == "infiniband"
+
+
+def test_one_machine_needs_no_link_and_two_do() -> None:
+    node = find_node("H100")
+    assert Cluster(node.accelerator, 8, 1, node.intra).inter is None
+    with pytest.raises(InputError, match="no link joins the nodes"):
+        Cluster(node.accelerator, 8, 2, node.intra)
+
+
+@pytest.mark.parametrize("word", ["H1000", "8xH10-80GB", "A10", "warp drive"])
+def test_unknown_accelerators_are_refused_with_the_nearest(word: str) -> None:
+    with pytest.raises(InputError, match="not in the catalogue") as refused:
+        parse_cluster(word)
+    assert refused.value.exit_code == 2
+    assert "SXM" in str(refused.value.allowed)
+
+
+def test_unknown_links_and_no_accelerators_are_refused() -> None:
+    with pytest.raises(InputError, match=r"nearest: .*ib400"):
+        find_link("ib4000", 8)
+    with pytest.raises(InputError, match="at least one"):
+        parse_cluster("0xH100")

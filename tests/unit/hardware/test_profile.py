@@ -1,0 +1,78 @@
+"""Measured profiles: what is written comes back, what is broken is refused by name, look-ups interpolate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.errors import InputError
+from shardwright.hardware import CollectiveRate, MatmulRate, MeasuredProfile, load_profile, parse_cluster, save_profile
+
+PROFILE = MeasuredProfile(
+    accelerator="NVIDIA H200",
+    catalog_name="H200-141GB-SXM",
+    measured_at="2026-11-21T00:00:00Z",
+    memory_bytes=150_000_000_000,
+    memory_bytes_per_second=4.3e12,
+    matmuls=(MatmulRate("bf16", 1024, 1024, 1024, 3e14), MatmulRate("bf16", 8192, 8192, 8192, 7.9e14)),
+    collectives=(CollectiveRate("all_reduce", 8, 8, 1_000, 2e-5), CollectiveRate("all_reduce", 8, 8, 1_001_000, 1.2e-4)),
+    software={"torch": "2.13"},
+)
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    save_profile(PROFILE, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == PROFILE
+
+
+def test_the_nearest_product_and_sizes_between() -> None:
+    assert PROFILE.matmul_flops_per_second("bf16", 900, 1200, 1024) == 3e14
+    assert PROFILE.matmul_flops_per_second("bf16", 16384, 4096, 8192) == 7.9e14
+    assert PROFILE.matmul_flops_per_second("fp8", 8192, 8192, 8192) is None
+    assert PROFILE.collective_seconds("all_reduce", 8, 8, 10) == 2e-5
+    assert PROFILE.collective_seconds("all_reduce", 8, 8, 501_000) == pytest.approx(7e-5)
+    assert PROFILE.collective_seconds("all_reduce", 8, 8, 2_002_000) == pytest.approx(2.4e-4)
+    assert PROFILE.collective_seconds("all_reduce", 16, 8, 1_000) is None
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    assert CollectiveRate("all_reduce", 4, 4, 1_000_000, 1.0).bus_bytes_per_second == 1_500_000
+    assert CollectiveRate("all_gather", 4, 4, 1_000_000, 1.0).bus_bytes_per_second == 750_000
+
+
+def test_the_planner_takes_measured_memory() -> None:
+    cluster = parse_cluster("8xH200", profile=PROFILE)
+    assert cluster.accelerator.memory_bytes == PROFILE.memory_bytes
+    assert cluster.accelerator.memory_bytes_per_second == 4.3e12
+    assert cluster.profile is PROFILE
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"schema_version": 2}, "profile.schema_version"),
+        ({"memory_bytes": -1}, "profile.memory_bytes"),
+        ({"memory_bytes_per_second": None}, "profile.memory_bytes_per_second"),
+        ({"accelerator": ""}, "profile.accelerator"),
+        ({"matmuls": {}}, "profile.matmuls"),
+        ({"matmuls": [{"precision": "bf16", "m": 1, "n": 1, "k": True, "flops_per_second": 1}]}, "profile.matmuls.k"),
+        ({"collectives": [{"kind": "gossip"}]}, "profile.collectives.kind"),
+    ],
+)
+def test_a_broken_profile_is_refused_by_field(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE.as_dict() | change))
+    with pytest.raises(InputError) as refused:
+        load_profile(path)
+    assert refused.value.field == field
+
+
+def test_no_file_and_no_json_are_wrong_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        load_profile(tmp_path / "none.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(InputError, match="not JSON"):
+        load_profile(tmp_path / "broken.json")
