@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units"),
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
-    ("plan",),
+    ("plan", "placement"),
     ("model", "numerics", "optim", "data", "planner"),
     ("parallel", "checkpoint"),
     ("train",),

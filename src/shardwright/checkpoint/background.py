@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.checkpoint.exchange import Ranks
+from shardwright.checkpoint.pieces import Part
 from shardwright.checkpoint.save import SavedCheckpoint, finish_save, plan_save
 
 
@@ -35,7 +36,7 @@ class BackgroundSaver:
         self,
         root: str | Path,
         step: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor | Part],
         values: Mapping[str, Any],
         *,
         keep_last: int | None = None,

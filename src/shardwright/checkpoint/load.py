@@ -28,7 +28,7 @@ from shardwright.checkpoint.manifest import (
     parse_manifest,
     read_manifest_text,
 )
-from shardwright.checkpoint.pieces import DTYPE_NAMES, HeldTensor, held_tensor
+from shardwright.checkpoint.pieces import DTYPE_NAMES, HeldTensor, Part, held_tensor
 from shardwright.checkpoint.verify import Refused, WholeCheckpoint, candidates, faults_of_files, faults_of_folder, share_of_files
 from shardwright.errors import CheckpointError, ShardwrightError
 
@@ -123,7 +123,7 @@ def read_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None = Non
 
 
 def load_checkpoint(
-    checkpoint: str | Path | WholeCheckpoint, tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup | None = None
+    checkpoint: str | Path | WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Fill `tensors` in place and return the values; every rank of `group` calls this.
 
@@ -153,7 +153,7 @@ def load_checkpoint(
     return values
 
 
-def _fitting(ranks: Ranks, found: WholeCheckpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, HeldTensor]:
+def _fitting(ranks: Ranks, found: WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part]) -> dict[str, HeldTensor]:
     """What this rank holds, once all ranks' names, shapes and dtypes are found to be those of the checkpoint."""
     held: dict[str, HeldTensor] = {}
     problems: list[str] = []

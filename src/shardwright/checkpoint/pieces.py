@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.checkpoint.boxes import Box, Cut, boxes_of, whole
 from shardwright.checkpoint.disk import BLOCK_BYTES
 from shardwright.errors import CheckpointError
+from shardwright.layout import Held
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -28,6 +29,15 @@ class Piece:
     values: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What a rank holds of a tensor of `shape`, where the parameter's descriptor says it and not the tensor itself."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    boxes: tuple[Held, ...]
+
+
 @dataclass(frozen=True)
 class HeldTensor:
     """A tensor as one rank holds it."""
@@ -37,12 +47,14 @@ class HeldTensor:
     pieces: tuple[Piece, ...]
 
 
-def held_tensor(name: str, tensor: torch.Tensor) -> HeldTensor:
+def held_tensor(name: str, tensor: torch.Tensor | Part) -> HeldTensor:
     """What this rank holds of `tensor`.
 
     Raises:
         CheckpointError: not a tensor, a dtype that cannot be stored, or sums that were not yet reduced.
     """
+    if isinstance(tensor, Part):
+        return _described(name, tensor)
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
             "not a tensor", field=name, got=type(tensor).__name__, remedy="What is no tensor goes among the values"
@@ -57,6 +69,24 @@ def held_tensor(name: str, tensor: torch.Tensor) -> HeldTensor:
     with torch.no_grad():
         local = tensor.to_local()
     return HeldTensor(DTYPE_NAMES[tensor.dtype], shape, tuple(_pieces(name, local, boxes)))
+
+
+def _described(name: str, part: Part) -> HeldTensor:
+    """The boxes of a part, as views of the local tensor."""
+    local = part.local.detach()
+    if isinstance(local, DTensor):
+        with torch.no_grad():
+            local = local.to_local()
+    if local.dtype not in DTYPE_NAMES:
+        raise CheckpointError("this dtype cannot be stored", field=name, got=local.dtype)
+    pieces = []
+    for held in part.boxes:
+        values = local
+        for dim, (start, length) in enumerate(held.local):
+            values = values.narrow(dim, start, length)
+        if values.numel():
+            pieces.append(Piece(Box(tuple(start for start, _ in held.whole), tuple(length for _, length in held.whole)), values))
+    return HeldTensor(DTYPE_NAMES[local.dtype], part.shape, tuple(pieces))
 
 
 def _boxes_of_dtensor(name: str, tensor: DTensor) -> list[Box]:

@@ -32,7 +32,7 @@ from shardwright.checkpoint.manifest import (
     TensorEntry,
     encode_values,
 )
-from shardwright.checkpoint.pieces import HeldTensor, blocks, held_tensor
+from shardwright.checkpoint.pieces import HeldTensor, Part, blocks, held_tensor
 from shardwright.errors import SaveFailed, ShardwrightError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class SavedCheckpoint:
 def save_checkpoint(
     root: str | Path,
     step: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Part],
     values: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -97,7 +97,7 @@ class PlannedSave:
         return replace(self, writing=copies)
 
 
-def plan_save(ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> PlannedSave:
+def plan_save(ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor | Part], values: Mapping[str, Any]) -> PlannedSave:
     """Agree on who writes what; nothing is written yet. See `save_checkpoint`."""
     held, text = _announced(ranks, step, tensors, values)
     entries, takers = _assigned(held)
@@ -138,7 +138,7 @@ class _Announcement:
 
 
 def _announced(
-    ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+    ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor | Part], values: Mapping[str, Any]
 ) -> tuple[_Announcement, bytes]:
     """Tell each other what there is; wrong input on one rank is an error on all."""
     mine: dict[str, HeldTensor] = {}

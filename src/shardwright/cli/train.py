@@ -12,7 +12,7 @@ import typer
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.progress import data_progress
 from shardwright.config import load_recipe
-from shardwright.layout import check_supported
+from shardwright.placement import check_built
 from shardwright.plan import resolve
 from shardwright.train.ranks import find_ranks
 
@@ -36,7 +36,7 @@ def train_command(
         changes.append(f"run.dir={json.dumps(str(run_dir))}")
     checked = load_recipe(recipe, changes, layout)
     ranks = find_ranks()
-    check_supported(resolve(checked, ranks.world_size if ranks else nproc or 1).layout)
+    check_built(resolve(checked, ranks.world_size if ranks else nproc or 1).layout)
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.train.start import train
 

@@ -138,11 +138,9 @@ def parse_layout(text: str) -> dict[str, Any]:
                 allowed=", ".join(LayoutSection.model_fields),
                 remedy=f"Did you mean `{guess}`?" if guess else None,
             )
-        if not equals or not value.strip().isdigit():
-            raise LayoutError("a degree is a whole number", field=f"--layout {key}", got=value or item, allowed="e.g. tp=2")
         if key in layout:
             raise LayoutError("given twice", field=f"--layout {key}", got=text)
-        layout[key] = int(value)
+        layout[key] = _layout_value(key, value.strip() if equals else "", item)
     try:
         LayoutSection.model_validate(layout)
     except ValidationError as error:
@@ -151,6 +149,22 @@ def parse_layout(text: str) -> dict[str, Any]:
             str(first["msg"]), field=f"--layout {'.'.join(map(str, first['loc']))}", got=first.get("input"), allowed=None
         ) from None
     return layout
+
+
+def _layout_value(key: str, value: str, item: str) -> int | bool | str:
+    """A degree, a switch or a name, by the type of the key's default."""
+    default = LayoutSection.model_fields[key].default
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise LayoutError("a switch is on or off", field=f"--layout {key}", got=value or item, allowed="true or false")
+        return value.lower() == "true"
+    if isinstance(default, str):
+        if not value:
+            raise LayoutError("a name is missing", field=f"--layout {key}", got=item, allowed=f"e.g. {key}={default}")
+        return value
+    if not value.isdigit():
+        raise LayoutError("a degree is a whole number", field=f"--layout {key}", got=value or item, allowed="e.g. tp=2")
+    return int(value)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -244,6 +244,14 @@ class LayoutSection(Section):
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """0 replicates (DDP); 1 shards optimizer states; 2 gradients too; 3 parameters too (FSDP). Default 3 when anything
     is sharded, else 0."""
+    sequence_parallel: bool = True
+    """With `tp`: norms and the residual stream are cut over the sequence, too, which saves their memory and costs no traffic."""
+    cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
+    """How attention reaches other ranks' tokens under `cp`: keys and values go round or are gathered, or heads are exchanged."""
+    schedule: str = "1f1b"
+    """With `pp`: gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, or a file that holds a schedule."""
+    virtual_stages: Positive | None = None
+    """With `pp` and interleaved_1f1b: stages per rank; default 2."""
     wrap_blocks: Positive = 1
     """Decoder blocks gathered together (FSDP wrap granularity)."""
     prefetch_depth: NonNegative = 1

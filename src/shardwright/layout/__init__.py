@@ -1,19 +1,28 @@
 """Layouts: degrees, who sits where, and what each parameter's gradient owes to whom. No torch."""
 
-from shardwright.layout.degrees import AXES, Layout, resolve_layout
-from shardwright.layout.parameters import ParameterLayout, Shard
-from shardwright.layout.placement import DATA_AXES, check_supported, local_slice, place_parameter
+from shardwright.layout.axes import BATCH_AXES, DATA_AXES, in_use
+from shardwright.layout.degrees import AXES, EXPERT_AXES, FSDP_AXES, CpMethod, Layout, resolve_layout
+from shardwright.layout.parameters import Bounds, Held, ParameterLayout, Section, Shard, held, local_shape
 from shardwright.layout.ranks import RankGrid
+from shardwright.layout.stages import Stage
 
 __all__ = [
     "AXES",
+    "BATCH_AXES",
     "DATA_AXES",
+    "EXPERT_AXES",
+    "FSDP_AXES",
+    "Bounds",
+    "CpMethod",
+    "Held",
     "Layout",
     "ParameterLayout",
     "RankGrid",
+    "Section",
     "Shard",
-    "check_supported",
-    "local_slice",
-    "place_parameter",
+    "Stage",
+    "held",
+    "in_use",
+    "local_shape",
     "resolve_layout",
 ]

@@ -13,9 +13,16 @@ from shardwright.config.schema import LayoutSection
 from shardwright.errors import LayoutError
 
 ZeroStage = Literal[0, 1, 2, 3]
+CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: neighbours in tp are neighbours in rank, so the chattiest group sits on the fastest links."""
+
+FSDP_AXES = ("dp_shard", "cp")
+"""Axes that ZeRO shards over, as one: `fsdp`, dp_shard major."""
+
+EXPERT_AXES = ("efsdp", "ep")
+"""How experts cut the ranks of `fsdp`: neighbours hold different experts, and ZeRO shards each expert over `efsdp`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,10 @@ class Layout:
     cp: int = 1
     ep: int = 1
     zero_stage: ZeroStage = 0
+    sequence_parallel: bool = True
+    cp_method: CpMethod = "auto"
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None
     wrap_blocks: int = 1
     prefetch_depth: int = 1
     max_gathers_in_flight: int = 2
@@ -49,12 +60,17 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def shard_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which ZeRO shards; empty at stage 0."""
-        return ("dp_shard", "cp") if self.zero_stage >= 1 else ()
+    def fsdp(self) -> int:
+        """Ranks over which ZeRO shards what is not an expert."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which ZeRO shards one expert."""
+        return self.fsdp // self.ep
 
     def degree(self, axis: str) -> int:
-        """Size of a mesh axis."""
+        """Size of an axis: one of `AXES`, `fsdp`, `efsdp` or `ep`."""
         return int(getattr(self, axis))
 
     def __str__(self) -> str:
@@ -127,6 +143,10 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         cp=section.cp,
         ep=section.ep,
         zero_stage=stage,
+        sequence_parallel=section.sequence_parallel,
+        cp_method=section.cp_method,
+        schedule=section.schedule,
+        virtual_stages=section.virtual_stages,
         wrap_blocks=section.wrap_blocks,
         prefetch_depth=section.prefetch_depth,
         max_gathers_in_flight=section.max_gathers_in_flight,

@@ -12,6 +12,7 @@ from shardwright.architecture import ModelShape
 from shardwright.model.cache import KeyValueCache
 from shardwright.model.dropout import Dropout, DropoutKey
 from shardwright.model.rope import rope_tables
+from shardwright.model.routing import RoutingContext
 
 
 class ForwardContext:
@@ -32,12 +33,18 @@ class ForwardContext:
         dropout: Dropout | None,
         explicit: bool,
         cache: KeyValueCache | None,
+        routing: RoutingContext | None = None,
+        document_ids_BT: Tensor | None = None,
+        places_T: Tensor | None = None,
     ) -> None:
         self.rope_tables = rope_tables
         self.masks = masks
         self.dropout = dropout
         self.explicit = explicit
         self.cache = cache
+        self.routing = routing
+        self.document_ids_BT = document_ids_BT
+        self.places_T = places_T
 
 
 def build_context(
@@ -45,26 +52,45 @@ def build_context(
     x_BTD: Tensor,
     positions_BT: Tensor,
     document_ids_BT: Tensor | None,
+    places_T: Tensor | None,
     *,
+    num_tokens: int,
     dropout: DropoutKey | None,
     explicit: bool,
     cache: KeyValueCache | None,
+    routing: RoutingContext | None = None,
 ) -> ForwardContext:
-    """Tables in fp32 (fp64 for fp64 activations), masks in the activations' precision."""
-    num_tokens, seen = x_BTD.shape[1], 0 if cache is None else cache.length
+    """Tables in fp32 (fp64 for fp64 activations), masks in the activations' precision.
+
+    Args:
+        x_BTD: names device and precision.
+        positions_BT: of whole rows, as are `document_ids_BT`.
+        places_T: the places of the row that this rank has; None is all `num_tokens` of them.
+    """
+    seen = 0 if cache is None else cache.length
     table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
     lengths_BT = None
     if any(rope.kind == "longrope" for rope in shape.ropes):
         lengths_BT = document_lengths(positions_BT, document_ids_BT, cache)
+    places = places_T
+    if places is None:
+        places = torch.arange(num_tokens, device=x_BTD.device)
+    else:
+        positions_BT = positions_BT[:, places]
+        lengths_BT = None if lengths_BT is None else lengths_BT[:, places]
     return ForwardContext(
         rope_tables=tuple(rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes),
         masks={
             window: attention_mask(window, num_tokens, seen, document_ids_BT, x_BTD)
             for window in {layer.window for layer in shape.layers}
+            if places_T is None
         },
-        dropout=None if dropout is None else Dropout.of(dropout, num_tokens, x_BTD.device),
+        dropout=None if dropout is None else Dropout.of(dropout, places, x_BTD.device),
         explicit=explicit,
         cache=cache,
+        routing=routing,
+        document_ids_BT=document_ids_BT,
+        places_T=places_T,
     )
 
 

@@ -6,7 +6,7 @@ Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,11 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
+from shardwright.layout import Stage
 from shardwright.model.attention import Attention
 from shardwright.model.cache import KeyValueCache
 from shardwright.model.context import ForwardContext, build_context, default_positions
+from shardwright.model.cuts import WHOLE, Cuts
 from shardwright.model.dropout import Dropout, DropoutKey, Site
+from shardwright.model.latent import LatentAttention
 from shardwright.model.mlp import FeedForward
+from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm
 
 log = logging.getLogger("shardwright")
@@ -94,10 +98,11 @@ class Block(nn.Module):
         self.dropout = shape.residual_dropout
         names = shape.names
         self._add_norm(names.pre_attention_norm, shape)
-        self.add_module(names.attention, Attention(shape, index))
+        self.add_module(names.attention, Attention(shape, index) if shape.latent is None else LatentAttention(shape, index))
         self._add_norm(names.post_attention_norm, shape)
         self._add_norm(names.pre_mlp_norm, shape)
-        self.add_module(names.mlp, FeedForward(shape))
+        self.sparse = shape.layers[index].sparse
+        self.add_module(names.mlp, MixtureOfExperts(shape, index) if self.sparse else FeedForward(shape))
         self._add_norm(names.post_mlp_norm, shape)
         self._recompute: Recompute | None = None
         self._run: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = self.run
@@ -127,12 +132,17 @@ class Block(nn.Module):
         attended = self._norm(names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout))
         attended = self._drop(attended, Site.ATTENTION_OUT, dropout)
         if self.parallel:
-            fed = getattr(self, names.mlp)(self._norm(names.pre_mlp_norm, x_BTD))
+            fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context)
             return self._drop(fed, Site.FEED_FORWARD, dropout) + attended + x_BTD
         x_BTD = self._add(x_BTD, attended)
-        fed = getattr(self, names.mlp)(self._norm(names.pre_mlp_norm, x_BTD))
+        fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context)
         fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, dropout)
         return self._add(x_BTD, fed)
+
+    def _feed(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+        module = getattr(self, self.names.mlp)
+        fed: Tensor = module(x_BTD, context) if self.sparse else module(x_BTD)
+        return fed
 
     def _add_norm(self, name: str | None, shape: ModelShape) -> None:
         if name is not None:
@@ -158,6 +168,8 @@ class Decoder(nn.Module):
     Build it under any device context (`torch.device("meta")` included); nothing but parameters is stored. Parameters are
     uninitialised until `init.initialise` or `load` fills them.
     """
+
+    cuts: Cuts = WHOLE
 
     def __init__(
         self,
@@ -214,6 +226,30 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block._run = torch.compile(block.run, **options)
 
+    def install_cuts(self, cuts: Cuts) -> None:
+        """Tell every module that asks for other ranks how to reach them."""
+        for module in self.modules():
+            if hasattr(module, "cuts"):
+                module.cuts = cuts  # type: ignore[assignment]
+
+    def keep(self, stages: Sequence[Stage]) -> None:
+        """Drop the modules that none of `stages` has; names of what stays are those of the whole model."""
+        names, root = self.shape.names, self.root
+        layers = root.get_submodule(names.layers)
+        assert isinstance(layers, nn.ModuleDict)
+        for index in range(self.shape.num_layers):
+            if not any(index in stage.layers for stage in stages):
+                del layers[str(index)]
+        has_embedding, has_head = any(stage.embedding for stage in stages), any(stage.head for stage in stages)
+        if not has_embedding and not (has_head and self.shape.tied_embeddings):
+            delattr(root, names.embedding)
+        if not has_embedding and names.positions is not None:
+            delattr(root, names.positions)
+        if not has_head:
+            delattr(root, names.final_norm)
+            if not self.shape.tied_embeddings:
+                delattr(self, names.head)
+
     def forward(
         self,
         input_ids_BT: Tensor,
@@ -223,16 +259,78 @@ class Decoder(nn.Module):
         labels_BT: Tensor | None = None,
         dropout: DropoutKey | None = None,
         cache: KeyValueCache | None = None,
+        stage: Stage | None = None,
+        hidden_BTD: Tensor | None = None,
     ) -> Tensor:
         """Logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens' losses.
 
         Labels are shifted already (`labels[t]` is the target of position t; -100 is not supervised). Attention is causal and,
         with `document_ids_BT`, stays among equal ids, each document lying in one piece. `positions_BT` default to each
         document's own 0, 1, 2... A `cache` holds what came before these tokens, and takes them in.
+
+        Rows come whole whatever the cuts; a context rank computes its places of them, and the loss is that of its tokens. A
+        pipeline `stage` takes the stage before's output as `hidden_BTD` (None where it has the embedding), and gives its own
+        hidden states unless it has the head.
         """
-        hidden_BTD = self.hidden(
-            input_ids_BT, positions_BT=positions_BT, document_ids_BT=document_ids_BT, dropout=dropout, cache=cache
+        x_BTD = self.hidden(
+            input_ids_BT,
+            positions_BT=positions_BT,
+            document_ids_BT=document_ids_BT,
+            dropout=dropout,
+            cache=cache,
+            stage=stage,
+            hidden_BTD=hidden_BTD,
         )
+        if stage is not None and not stage.head:
+            return x_BTD
+        return self.output(x_BTD, None if labels_BT is None else _at(labels_BT, self._places(input_ids_BT)))
+
+    def hidden(
+        self,
+        input_ids_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        dropout: DropoutKey | None = None,
+        cache: KeyValueCache | None = None,
+        stage: Stage | None = None,
+        hidden_BTD: Tensor | None = None,
+    ) -> Tensor:
+        """The last norm's output, `[B, T, D]`, or that of the last block of a stage without the head."""
+        num_tokens = input_ids_BT.shape[1]
+        if positions_BT is None:
+            positions_BT = default_positions(input_ids_BT, document_ids_BT, 0 if cache is None else cache.length)
+        places_T = self._places(input_ids_BT)
+        first = hidden_BTD is None
+        x_BTD = self.embed(_at(input_ids_BT, places_T), _at(positions_BT, places_T)) if hidden_BTD is None else hidden_BTD
+        context = build_context(
+            self.shape,
+            x_BTD,
+            positions_BT,
+            document_ids_BT,
+            places_T,
+            num_tokens=num_tokens,
+            dropout=dropout,
+            explicit=self.explicit_attention,
+            cache=cache,
+        )
+        if first and context.dropout is not None and self.shape.embedding_dropout > 0.0:
+            x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
+        for block in self.blocks:
+            if stage is None or block.index in stage.layers:
+                x_BTD = block(x_BTD, context)
+        if cache is not None:
+            cache.length += num_tokens
+        if stage is None or stage.head:
+            x_BTD = self.root.get_submodule(self.shape.names.final_norm)(x_BTD)
+        return x_BTD
+
+    def _places(self, input_ids_BT: Tensor) -> Tensor | None:
+        """The places of the row that this rank has; None for all of them."""
+        return None if self.cuts.context is None else self.cuts.context.places(input_ids_BT.shape[1])
+
+    def output(self, hidden_BTD: Tensor, labels_BT: Tensor | None) -> Tensor:
+        """The last norm's output to logits, or to the summed loss of its labels."""
         shape, weight_VD = self.shape, self.head_weight.to(hidden_BTD.dtype)
         if labels_BT is None:
             return head_logits(hidden_BTD, weight_VD, None, logit_scale=shape.logit_scale, soft_cap=shape.final_soft_cap)
@@ -244,31 +342,6 @@ class Decoder(nn.Module):
             logit_scale=shape.logit_scale,
             soft_cap=shape.final_soft_cap,
         )
-
-    def hidden(
-        self,
-        input_ids_BT: Tensor,
-        *,
-        positions_BT: Tensor | None = None,
-        document_ids_BT: Tensor | None = None,
-        dropout: DropoutKey | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """The last norm's output, `[B, T, D]`."""
-        if positions_BT is None:
-            positions_BT = default_positions(input_ids_BT, document_ids_BT, 0 if cache is None else cache.length)
-        x_BTD = self.embed(input_ids_BT, positions_BT)
-        context = build_context(
-            self.shape, x_BTD, positions_BT, document_ids_BT, dropout=dropout, explicit=self.explicit_attention, cache=cache
-        )
-        if context.dropout is not None and self.shape.embedding_dropout > 0.0:
-            x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, context)
-        if cache is not None:
-            cache.length += input_ids_BT.shape[1]
-        hidden_BTD: Tensor = self.root.get_submodule(self.shape.names.final_norm)(x_BTD)
-        return hidden_BTD
 
     def embed(self, input_ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Token (and learned position) embeddings in the compute precision, scaled."""
@@ -283,10 +356,17 @@ class Decoder(nn.Module):
         return x_BTD
 
 
+def _at(x_BT: Tensor, places_T: Tensor | None) -> Tensor:
+    """Columns of a row-wise tensor; all of them for None."""
+    return x_BT if places_T is None else x_BT[:, places_T]
+
+
 def describe_attention(shape: ModelShape, *, explicit: bool) -> str:
     """Which path attention takes and why, in one line."""
     if explicit:
         return "spelled out, as asked for (model.attention: explicit)"
+    if shape.attention_sinks:
+        return "spelled out: the fused kernels have no sinks"
     if shape.attention_soft_cap is not None:
         return f"spelled out: the fused kernels have no soft cap ({shape.attention_soft_cap:g})"
     path = "fused kernels"

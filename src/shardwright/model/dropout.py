@@ -43,15 +43,15 @@ class Dropout:
     keys_BT: Tensor
 
     @staticmethod
-    def of(key: DropoutKey, num_tokens: int, device: torch.device) -> Dropout:
-        """Hash the seed, the step, the sample indices and the places `0 ... num_tokens - 1`; all but places may use 64 bits."""
+    def of(key: DropoutKey, places_T: Tensor, device: torch.device) -> Dropout:
+        """Hash the seed, the step, the sample indices and the tokens' places in the row; all but places may use 64 bits."""
         samples_B = key.sample_indices_B.to(device=device, dtype=torch.int64)
         state_B = torch.zeros_like(samples_B, dtype=torch.int32)
         for part in (key.seed, key.seed >> 32, key.step, key.step >> 32):
             state_B = _mix(state_B ^ _signed(part))
         for part_B in (samples_B, samples_B >> 32):
             state_B = _mix(state_B ^ _low_bits(part_B))
-        return Dropout(_combine(state_B[:, None], _numbers(num_tokens, device)))
+        return Dropout(_combine(state_B[:, None], places_T.to(device=device, dtype=torch.int32) + 1))
 
     def of_layer(self, index: int) -> Dropout:
         """The masks of layer `index`; those outside the layers are not among them."""

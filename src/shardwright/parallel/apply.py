@@ -2,8 +2,8 @@
 
 The order, on the meta device until storage is given:
 
-    1  pipeline     keep the blocks of this rank's stages          (not built yet; refused by layout.check_supported)
-    2  tensor, expert, context                                     (not built yet)
+    1  pipeline     keep the blocks of this rank's stages
+    2  tensor, expert, context: parameters of this rank's shape, and the cuts that the modules call
     3  recompute    around each block's inner function
     4  compile      the block's function with its recompute inside: around compiled code, selective sees nothing to keep
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
@@ -11,7 +11,8 @@ The order, on the meta device until storage is given:
     7  weights      written by name, slice by slice
     8  replicate    DDP over dp_replicate: its buckets need real memory
 
-A parameter's descriptor (`ParameterLayout`) is computed from the layout alone and then checked against what was done.
+Then the sums that no wrapper makes. A parameter's descriptor (`ParameterLayout`) is computed from the layout alone and then checked
+against what was done.
 """
 
 from __future__ import annotations
@@ -24,39 +25,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard as DTensorShard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.layout import (
+    BATCH_AXES,
     DATA_AXES,
+    Bounds,
+    Held,
     Layout,
     ParameterLayout,
     RankGrid,
-    check_supported,
-    local_slice,
-    place_parameter,
+    held,
+    local_shape,
 )
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.precision import dtypes
 from shardwright.numerics.recompute import recompute_runner
-from shardwright.parallel.mesh import sum_over
+from shardwright.parallel.mesh import Mesh, sum_over
+from shardwright.parallel.reduce import PendingSum, make_sums, pending_sums
 from shardwright.parallel.replicate import replicate
 from shardwright.parallel.shard import shard
+from shardwright.placement import check, place
 from shardwright.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-Fill = Callable[[str, tuple[tuple[int, int], ...]], Tensor]
+Fill = Callable[[str, Bounds], Tensor]
 """(parameter name, (start, length) per dimension) -> that slice of the parameter."""
 
 
 def apply_layout(
     decoder: Decoder,
     plan: Plan,
-    mesh: DeviceMesh | None,
+    mesh: Mesh | None,
     device: torch.device,
     *,
     fill: Fill,
@@ -72,18 +75,20 @@ def apply_layout(
         compile_blocks: torch.compile each block.
 
     Raises:
-        LayoutError: a degree that is not built yet.
+        LayoutError: degrees that do not divide the model, or are not built yet.
     """
     layout = plan.layout
-    check_supported(layout)
+    check(decoder.shape, layout, plan.batch.sequence_length)
     kinds = dtypes(plan.precision)
     decoder.to(kinds.param)
-    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    layouts = {name: place_parameter(name, shape, layout) for name, shape in shapes.items()}
-    sharded = any(parameter.shards for parameter in layouts.values())
+    layouts = place(decoder.shape, layout)
+    trainable = frozenset(name for name, parameter in decoder.named_parameters() if parameter.requires_grad)
+    here = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
+    sharded = layout.zero_stage >= 1 and layout.fsdp > 1
     if layout.zero_stage >= 1 and not sharded:
         logger.info("zero_stage %d over one rank shards nothing: the model is replicated", layout.zero_stage)
 
+    _cut_parameters(decoder, layouts, layout, here)
     decoder.set_recompute(recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()
@@ -92,49 +97,45 @@ def apply_layout(
         assert mesh is not None
         groups = shard(decoder, layout, mesh, kinds)
     decoder.to_empty(device=device)
-    _check_placements(decoder, layouts, layout, mesh)
-    _fill(decoder, layouts, layout, mesh, fill)
+    _fill(decoder, layouts, layout, here, fill)
     module: nn.Module = decoder
-    if not sharded and layout.dp_replicate > 1:
-        assert mesh is not None
-        group = mesh.get_group("dp_replicate")
-        module = replicate(decoder, group, bucket_size_bytes=layout.bucket_size_bytes, reduce_dtype=kinds.reduce, device=device)
-    return ParallelModel(module, decoder, layouts, layout, mesh, device, groups)
+    replicas = None if mesh is None or sharded else mesh.group("dp_replicate", "fsdp")
+    if replicas is not None:
+        module = replicate(decoder, replicas, bucket_size_bytes=layout.bucket_size_bytes, reduce_dtype=kinds.reduce, device=device)
+    sums = [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replicas is not None)
+    return ParallelModel(module, decoder, layouts, layout, mesh, device, groups, trainable, sums)
 
 
-def _coordinates(layout: Layout, mesh: DeviceMesh | None) -> dict[str, int]:
-    return RankGrid(layout).coordinates(0 if mesh is None else mesh.get_rank())
-
-
-def _check_placements(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, mesh: DeviceMesh | None) -> None:
-    """Our own check: what FSDP2 did is what the descriptors say."""
-    here = _coordinates(layout, mesh)
-    for name, parameter in decoder.named_parameters():
-        expected = layouts[name]
-        cut: tuple[tuple[str, int], ...] = ()
-        if isinstance(parameter, DTensor):
-            axes = parameter.device_mesh.mesh_dim_names
-            assert axes is not None
-            cut = tuple(
-                (axis, placement.dim)
-                for axis, placement in zip(axes, parameter.placements, strict=True)
-                if isinstance(placement, DTensorShard)
-            )
-        assert cut == tuple((part.axis, part.dim) for part in expected.shards), f"{name}: cut {cut}, described {expected}"
-        lengths = tuple(length for _, length in local_slice(expected, layout, here))
-        assert tuple(local_part(parameter).shape) == lengths, f"{name}: holds {tuple(local_part(parameter).shape)}, not {lengths}"
+def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int]) -> None:
+    """Put parameters of this rank's own shape in place of those that tensor and expert parallelism cut; still without memory."""
+    for name, parameter in list(decoder.named_parameters()):
+        shape = local_shape(layouts[name], layout, here, zero=False)
+        if shape != tuple(parameter.shape):
+            owner, _, leaf = name.rpartition(".")
+            local = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
+            setattr(decoder.get_submodule(owner), leaf, local)
 
 
 @torch.no_grad()
-def _fill(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, mesh: DeviceMesh | None, fill: Fill) -> None:
-    here = _coordinates(layout, mesh)
+def _fill(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int], fill: Fill) -> None:
     for name, parameter in decoder.named_parameters():
-        local_part(parameter).copy_(fill(name, local_slice(layouts[name], layout, here)))
+        local, described = local_part(parameter), layouts[name]
+        # Our own check: what the cuts and FSDP2 left is what the descriptor says.
+        assert tuple(local.shape) == local_shape(described, layout, here), f"{name}: holds {tuple(local.shape)}, not {described}"
+        for box in held(described, layout, here):
+            narrow(local, box.local).copy_(fill(name, box.whole))
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; no copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def narrow(tensor: Tensor, bounds: Bounds) -> Tensor:
+    """A view of a box of a tensor."""
+    for dim, (start, length) in enumerate(bounds):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 class ParallelModel:
@@ -143,7 +144,8 @@ class ParallelModel:
     Attributes:
         module: what to call; arguments are the decoder's.
         decoder: the decoder itself, whose parameter names are those of Hugging Face files.
-        layouts: one descriptor per parameter, by name.
+        layouts: one descriptor per parameter of the whole model, by name; a pipeline rank holds some of them.
+        trainable: names of the parameters of the whole model that take gradients.
         mesh: None for one rank.
         device: where it computes.
     """
@@ -154,9 +156,11 @@ class ParallelModel:
         decoder: Decoder,
         layouts: dict[str, ParameterLayout],
         layout: Layout,
-        mesh: DeviceMesh | None,
+        mesh: Mesh | None,
         device: torch.device,
         groups: list[FSDPModule],
+        trainable: frozenset[str],
+        sums: list[PendingSum],
     ) -> None:
         self.module = module
         self.decoder = decoder
@@ -165,6 +169,9 @@ class ParallelModel:
         self.mesh = mesh
         self.device = device
         self.groups = groups
+        self.trainable = trainable
+        self._sums = [pending for pending in sums if pending.name in trainable]
+        self._here = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
         # FSDP2 swaps a module's parameters between sharded and whole; the sharded ones are the model's, always these objects.
         self._parameters = dict(decoder.named_parameters())
 
@@ -215,6 +222,13 @@ class ParallelModel:
         """After the last backward: gradients are summed, and every parameter is its shard again."""
         if self.groups and self.layout.zero_stage < 3:
             self.reshard()
+        if self._sums:
+            held_here = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+            for parameter in held_here.values():
+                if parameter.grad is None:  # the others of its group have one
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = {name: local_part(p.grad) for name, p in held_here.items() if p.grad is not None}
+            make_sums(self._sums, gradients, bucket_size_bytes=self.layout.bucket_size_bytes)
 
     def reshard(self) -> None:
         """Free all gathered parameters. Needed before anything reads or writes parameters by name."""
@@ -238,6 +252,31 @@ class ParallelModel:
             if parameter.requires_grad
         ]
 
+    def counted_gradients(self) -> list[tuple[Tensor | None, ParameterLayout]]:
+        """What this rank counts in the model's norm: of what neighbours hold alike, the first one's.
+
+        Every trainable parameter is listed on every rank, with None where it has nothing to count, so that all of them sum over the
+        same axes.
+        """
+        counted: list[tuple[Tensor | None, ParameterLayout]] = []
+        for name in self.layouts:
+            if name in self.trainable:
+                parameter, described = self._parameters.get(name), self.layouts[name]
+                counted.append((None, described))
+                if parameter is not None and parameter.grad is not None and self._here["pp"] == described.stages[0]:
+                    gradient = local_part(parameter.grad)
+                    counted += [(narrow(gradient, box.local), described) for box in self.held(name) if box.first]
+        return counted
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different parameters."""
+        return ("pp",) if self.layout.pp > 1 else ()
+
+    def held(self, name: str) -> tuple[Held, ...]:
+        """The boxes of a parameter (of its gradient, of its moments) that this rank holds."""
+        return held(self.layouts[name], self.layout, self._here)
+
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """`tensor` summed in place over the ranks of mesh axes."""
         return sum_over(tensor, axes, self.mesh)
@@ -245,6 +284,10 @@ class ParallelModel:
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """`tensor` summed in place over all ranks that see different tokens."""
         return sum_over(tensor, DATA_AXES, self.mesh)
+
+    def sum_over_batch(self, tensor: Tensor) -> Tensor:
+        """`tensor` summed in place over all ranks that read different sequences."""
+        return sum_over(tensor, BATCH_AXES, self.mesh)
 
     def any_rank(self, answer: bool) -> bool:
         """Whether any rank says yes; every rank gets the same answer."""
@@ -256,13 +299,28 @@ class ParallelModel:
 
     def full_parameter(self, name: str) -> Tensor:
         """A whole parameter on every rank (a collective)."""
-        return _whole(self._parameters[name].detach())
+        parameter = self._parameters.get(name)
+        return self._whole(name, None if parameter is None else parameter.detach())
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """A whole gradient on every rank (a collective); None where there is none."""
-        gradient = self._parameters[name].grad
-        return None if gradient is None else _whole(gradient)
+        """A whole gradient on every rank (a collective); None where the parameter is frozen. What lacks is nan."""
+        if name not in self.trainable:
+            return None
+        parameter = self._parameters.get(name)
+        return self._whole(name, None if parameter is None else parameter.grad)
 
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _whole(self, name: str, tensor: Tensor | None) -> Tensor:
+        """Boxes of all ranks put together, each from the first rank that holds it."""
+        described = self.layouts[name]
+        if self.mesh is None:
+            assert tensor is not None
+            return tensor
+        dtype = next(iter(self._parameters.values())).dtype
+        whole = torch.zeros(described.shape, dtype=dtype, device=self.device)
+        counts = self._here["pp"] == described.stages[0] and not any(self._here[axis] for axis in described.copy_axes)
+        for box in self.held(name) if counts else ():
+            if box.first:
+                part = narrow(whole, box.whole)
+                part.fill_(torch.nan) if tensor is None else part.copy_(narrow(local_part(tensor), box.local))
+        dist.all_reduce(whole)
+        return whole

@@ -17,15 +17,15 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.numerics import Dtypes, chunked_cross_entropy
+from shardwright.parallel.mesh import Mesh
 
 
-def shard(decoder: Decoder, layout: Layout, mesh: DeviceMesh, dtypes: Dtypes) -> list[FSDPModule]:
+def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes) -> list[FSDPModule]:
     """Shard a decoder in place: one group per `layout.wrap_blocks` blocks, one for the rest. Returns the groups, the root last.
 
     The root holds the embeddings and the head. The final norm joins the last blocks, because its weight is read in the backward
@@ -39,8 +39,7 @@ def shard(decoder: Decoder, layout: Layout, mesh: DeviceMesh, dtypes: Dtypes) ->
         reduce_dtype=dtypes.reduce,
         cast_forward_inputs=False,  # rotation tables stay fp32; the model casts where it means to
     )
-    data_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
-    wrap = partial(fully_shard, mesh=data_mesh, mp_policy=policy)
+    wrap = partial(fully_shard, mesh=mesh.device_mesh("fsdp"), mp_policy=policy)
     blocks, free = decoder.blocks, layout.zero_stage == 3
     groups: list[FSDPModule] = []
     for first in range(0, len(blocks), layout.wrap_blocks):

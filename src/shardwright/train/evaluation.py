@@ -48,5 +48,5 @@ def evaluate(checked: Checked, model: ParallelModel, data_rank: int, abandon: Ca
                 num_supervised += here.num_supervised
     finally:
         model.decoder.train()
-    tokens = int(model.sum_over_data(torch.tensor(num_supervised, dtype=torch.int64, device=model.device)))
+    tokens = int(model.sum_over_batch(torch.tensor(num_supervised, dtype=torch.int64, device=model.device)))
     return Evaluated(float(model.sum_over_data(loss_sum)) / max(1, tokens), tokens)

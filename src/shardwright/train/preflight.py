@@ -12,8 +12,8 @@ from shardwright.config import Recipe
 from shardwright.data.fit import prepare_for_model
 from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
-from shardwright.layout import check_supported
 from shardwright.model.load import WeightsFolder
+from shardwright.placement import check_built
 from shardwright.plan import Plan, count_steps, resolve
 
 
@@ -58,7 +58,7 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         InputError: the first thing that is wrong, by field.
     """
     plan = resolve(recipe, world_size)
-    check_supported(plan.layout)
+    check_built(plan.layout)
     shape, data = prepare_for_model(recipe, progress=progress)
     if recipe.model.pretrained:
         assert recipe.model.path is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.drift import Difference, differences
 from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, read_values
+from shardwright.checkpoint.pieces import Part
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.errors import CheckpointError
 from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
@@ -77,11 +78,14 @@ class Saver:
     speaker: Speaker
     folder: RunFolder
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Part]:
         """Every tensor of the state by name, as this rank holds it: weights `model.*`, moments `optimizer.*`."""
-        named = dict(self.state.model.named_parameters())
-        weights: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        return weights | optimizer_tensors(self.state.optimizer, named.items())
+        model = self.state.model
+        named = dict(model.named_parameters())
+        held: dict[str, tuple[str, Tensor]] = {f"model.{name}": (name, parameter.detach()) for name, parameter in named.items()}
+        for key, moment in optimizer_tensors(self.state.optimizer, named.items()).items():
+            held[key] = (key.removeprefix("optimizer.").rpartition(".")[0], moment)
+        return {key: Part(tensor, model.layouts[name].shape, model.held(name)) for key, (name, tensor) in held.items()}
 
     def values(self) -> dict[str, Any]:
         """Everything else of the state, as JSON."""

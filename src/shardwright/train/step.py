@@ -86,7 +86,7 @@ class StepTimes:
 def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """Supervised tokens of a step over all its micro-batches and all ranks: an int64 scalar on the device."""
     tokens = torch.tensor(sum(batch.num_supervised for batch in micro_batches), dtype=torch.int64, device=model.device)
-    return model.sum_over_data(tokens)
+    return model.sum_over_batch(tokens)
 
 
 def accumulate_gradients(
@@ -158,7 +158,7 @@ def update(
     """
     loss_scale = 1.0 if scaler is None else scaler.scale
     gradients = model.gradients()
-    norm = global_norm(gradients, model.sum_over) / loss_scale
+    norm = global_norm(model.counted_gradients(), model.sum_over, stage_axes=model.stage_axes) / loss_scale
     gradient_norm = float(norm)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:

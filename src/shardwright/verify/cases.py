@@ -11,7 +11,8 @@ from shardwright.architecture import ModelShape
 from shardwright.config.load import parse_layout
 from shardwright.config.schema import LayoutSection, RecomputeKind
 from shardwright.errors import ArchitectureError, LayoutError
-from shardwright.layout import Layout, check_supported, resolve_layout
+from shardwright.layout import Layout, resolve_layout
+from shardwright.placement import check_built
 
 Dtype = Literal["float32", "float64"]
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
@@ -104,7 +105,7 @@ def _data_layouts(ranks: int) -> list[Layout]:
 
 def _check_degrees(section: LayoutSection) -> None:
     """Refuse what is not built before counting ranks for it."""
-    check_supported(Layout(tp=section.tp, pp=section.pp, cp=section.cp, ep=section.ep))
+    check_built(Layout(tp=section.tp, pp=section.pp, cp=section.cp, ep=section.ep))
 
 
 def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]:

@@ -183,7 +183,7 @@ def _accumulate(problem: Problem, layout: Layout, model: ParallelModel, step: in
 
 def _compare_gradients(model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float) -> Finding:
     wanted = _select(reference, f"gradient.{step}.")
-    pairs = ((name, model.full_gradient(name), wanted.get(name)) for name, _ in model.named_parameters())
+    pairs = ((name, model.full_gradient(name), wanted.get(name)) for name in model.layouts)
     return _worst("gradient", pairs, wanted, float(reference["norm"][step]), allowed)
 
 
@@ -194,7 +194,7 @@ def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _compare_weights(quantity: str, model: ParallelModel, reference: dict[str, Tensor], run: str, allowed: float) -> Finding:
     wanted = _select(reference, f"{run}.")
     scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in wanted.values()))
-    pairs = ((name, model.full_parameter(name), wanted.get(name)) for name, _ in model.named_parameters())
+    pairs = ((name, model.full_parameter(name), wanted.get(name)) for name in model.layouts)
     return _worst(quantity, pairs, wanted, scale, allowed)
 
 

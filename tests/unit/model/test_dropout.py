@@ -17,7 +17,7 @@ from tests.reference.cases import CASES
 
 def dropout(rows: int = 4, tokens: int = 64, *, seed: int = 0, step: int = 0, first: int = 0) -> Dropout:
     key = DropoutKey(seed, step, torch.arange(first, first + rows))
-    return Dropout.of(key, tokens, torch.device("cpu"))
+    return Dropout.of(key, torch.arange(tokens), torch.device("cpu"))
 
 
 def kept(masks: Dropout, rate: float = 0.5, site: Site = Site.FEED_FORWARD, layer: int = 0, width: int = 128) -> Tensor:

@@ -74,9 +74,9 @@ def model_gradients(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Pa
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype), ParameterLayout(name, shape, shards)
 
     return [
-        parameter("rows", (7, 5), Shard("dp_shard", 0)),
-        parameter("few_rows", (1, 3), Shard("dp_shard", 0)),
-        parameter("both", (6, 4), Shard("tp", 1), Shard("dp_shard", 0)),
+        parameter("rows", (7, 5), Shard("fsdp", 0)),
+        parameter("few_rows", (1, 3), Shard("fsdp", 0)),
+        parameter("both", (6, 4), Shard("tp", 1), Shard("fsdp", 0)),
         parameter("columns", (3, 6), Shard("tp", 1)),
         parameter("whole", (11,)),
     ]
@@ -110,7 +110,7 @@ def test_parameters_that_are_cut_alike_share_one_collective() -> None:
     ranks.run(
         lambda rank: global_norm([(cut(g, layout, ranks.grid, rank), layout) for g, layout in gradients], ranks.sum_over(rank))
     )
-    assert sorted(ranks.calls) == [("dp_shard",), ("tp",), ("tp", "dp_shard")]
+    assert sorted(ranks.calls) == [("fsdp",), ("tp",), ("tp", "fsdp")]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_pipeline_stages_share_one_norm() -> None:
 def test_a_rank_without_gradients_enters_every_collective() -> None:
     # An expert that got no token on one rank: leaving the collective out would hang the others.
     ranks = Ranks(Layout(dp_shard=2, zero_stage=3))
-    layout = ParameterLayout("w", (2, 3), (Shard("dp_shard", 0),))
+    layout = ParameterLayout("w", (2, 3), (Shard("fsdp", 0),))
 
     def work(rank: int) -> Tensor:
         return global_norm([(torch.ones(1, 3) if rank == 1 else None, layout)], ranks.sum_over(rank))
@@ -160,7 +160,7 @@ def test_a_rank_without_gradients_enters_every_collective() -> None:
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_one_bad_element_on_one_rank_shows_on_every_rank(bad: float) -> None:
     ranks = Ranks(Layout(dp_shard=4, zero_stage=3))
-    layout = ParameterLayout("w", (4, 3), (Shard("dp_shard", 0),))
+    layout = ParameterLayout("w", (4, 3), (Shard("fsdp", 0),))
 
     def work(rank: int) -> Tensor:
         gradient = torch.ones(1, 3)

@@ -1,0 +1,168 @@
+"""Which rank holds what of each parameter, and over whom its gradient is summed: one table by role, read by everybody.
+
+Torch-free, beside the plan: the planner counts with it, the engine cuts by it, norm and checkpoint go by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.architecture.parameters import Role
+from shardwright.errors import LayoutError
+from shardwright.layout import DATA_AXES, Layout, ParameterLayout, Section, Shard, Stage, in_use
+
+Cut = Literal["columns", "rows", "vocabulary", "residual", "heads"]
+"""What tensor parallelism does to a parameter.
+
+    columns      cut over its outputs; each rank computes its own features
+    rows         the matrix is cut over its inputs; the outputs are partial sums. The bias is added once, to the sum
+    vocabulary   cut over the rows of the vocabulary
+    residual     whole, and used on the residual stream: under sequence parallelism each rank sees some tokens of it
+    heads        whole, and used on the heads that a rank has: every rank has a part of the gradient
+"""
+
+TENSOR_CUTS: dict[Role, Cut] = {
+    "embedding": "vocabulary",
+    "head": "vocabulary",
+    "positions": "residual",
+    "norm": "residual",
+    "query": "columns",
+    "key": "columns",
+    "value": "columns",
+    "qkv": "columns",
+    "attention_out": "rows",
+    "query_norm": "heads",
+    "key_norm": "heads",
+    "gate": "columns",
+    "up": "columns",
+    "gate_up": "columns",
+    "down": "rows",
+}
+
+
+def place(shape: ModelShape, layout: Layout, stages: Sequence[Stage] | None = None) -> dict[str, ParameterLayout]:
+    """The descriptor of every parameter of the whole model, by name.
+
+    Args:
+        stages: what each pipeline stage holds; None is one stage that holds everything.
+    """
+    return {spec.name: _place(spec, shape, layout, stages) for spec in shape.parameters()}
+
+
+def _place(spec: ParameterSpec, shape: ModelShape, layout: Layout, stages: Sequence[Stage] | None) -> ParameterLayout:
+    cut = TENSOR_CUTS[spec.role]
+    shard = None if layout.tp == 1 else _tensor_shard(spec, cut, shape, layout.tp)
+    partial = shard is None and (cut == "heads" or layout.sequence_parallel)
+    shards = [] if shard is None else [shard]
+    if layout.zero_stage >= 1 and layout.fsdp > 1:
+        shards.append(Shard("fsdp", 0))
+    summed = in_use(layout, *DATA_AXES, *(("tp",) if partial else ()))
+    holders = (0,) if stages is None else _holders(spec, shape, stages)
+    if len(holders) > 1:
+        summed = ("pp", *summed)
+    cut_axes = {axis for part in shards for axis in (("dp_shard", "cp") if part.axis == "fsdp" else (part.axis,))}
+    copies = tuple(axis for axis in in_use(layout, *DATA_AXES, "tp") if axis not in cut_axes)
+    return ParameterLayout(spec.name, spec.shape, tuple(shards), copies, summed, holders)
+
+
+def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
+    """How `degree` ranks cut the parameter; None where each holds all of it."""
+    if cut == "vocabulary":
+        return Shard("tp", 0, (Section(0, spec.shape[0], degree),))
+    outputs, inputs = (0, 1) if shape.matrix_layout == "out_in" else (1, 0)
+    if cut == "columns":
+        return Shard("tp", 0 if spec.is_bias else outputs, _columns(spec, shape, degree))
+    if cut == "rows" and not spec.is_bias:
+        return Shard("tp", inputs, (Section(0, spec.shape[inputs], degree),))
+    if cut == "heads" and shape.qk_norm == "full":
+        return Shard("tp", 0, _columns(spec, shape, degree))
+    return None
+
+
+def _columns(spec: ParameterSpec, shape: ModelShape, degree: int) -> tuple[Section, ...]:
+    """The sections of a column-cut projection's outputs. Heads are the unit; of few key-value heads several ranks hold one."""
+    queries, keys = shape.query_width, shape.kv_width
+    kv_pieces = min(degree, shape.num_kv_heads)
+    if spec.role in ("key", "value", "key_norm"):
+        return (Section(0, keys, kv_pieces),)
+    if spec.role == "qkv" and shape.qkv_layout == "blocks":
+        return (
+            Section(0, queries, degree),
+            Section(queries, keys, kv_pieces),
+            Section(queries + keys, keys, kv_pieces),
+        )
+    if spec.role == "gate_up":
+        inner = shape.intermediate_size
+        return (Section(0, inner, degree), Section(inner, inner, degree))
+    outputs = 0 if spec.is_bias or shape.matrix_layout == "out_in" else 1
+    return (Section(0, spec.shape[outputs], degree),)
+
+
+def _holders(spec: ParameterSpec, shape: ModelShape, stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Positions on axis pp whose stages have the parameter, ascending."""
+    if spec.layer is not None:
+        return tuple(stage.rank for stage in stages if spec.layer in stage.layers)
+    at_start = spec.role in ("embedding", "positions")
+    at_end = not at_start or (spec.role == "embedding" and shape.tied_embeddings)
+    return tuple(sorted({stage.rank for stage in stages if (stage.embedding and at_start) or (stage.head and at_end)}))
+
+
+def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
+    """Refuse a layout that does not divide the model, before any rank starts.
+
+    Raises:
+        LayoutError: names the numbers and the nearest degree that works.
+    """
+    check_built(layout)
+    tp = layout.tp
+    if tp > 1:
+        _check_divides("heads", shape.num_heads, "layout.tp", tp)
+        if tp <= shape.num_kv_heads:
+            _check_divides("key-value heads", shape.num_kv_heads, "layout.tp", tp)
+        elif tp % shape.num_kv_heads:
+            raise LayoutError(
+                f"{tp} tensor-parallel ranks cannot share {shape.num_kv_heads} key-value heads evenly",
+                field="layout.tp",
+                got=tp,
+                allowed=f"a divisor or a multiple of {shape.num_kv_heads}",
+            )
+        _check_divides("features of the feed-forward", shape.intermediate_size, "layout.tp", tp)
+
+
+def _check_divides(what: str, number: int, field: str, degree: int) -> None:
+    if number % degree:
+        nearest = max(d for d in range(1, degree) if number % d == 0)
+        raise LayoutError(
+            f"{number} {what} do not divide by {degree}",
+            field=field,
+            got=degree,
+            allowed=f"a divisor of {number}",
+            remedy=f"The nearest that works is {nearest}",
+        )
+
+
+_NOT_BUILT = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+}
+
+
+def check_built(layout: Layout) -> None:
+    """Refuse the degrees that this version cannot execute.
+
+    Raises:
+        LayoutError: names the first degree above 1 among those that are not built.
+    """
+    for axis, what in _NOT_BUILT.items():
+        if layout.degree(axis) > 1:
+            raise LayoutError(
+                f"{what} is not built yet",
+                field=f"layout.{axis}",
+                got=layout.degree(axis),
+                allowed="1",
+                remedy="Use the other degrees",
+            )

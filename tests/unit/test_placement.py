@@ -1,0 +1,57 @@
+"""The table of what each role owes to the axes, and the refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.architecture import read_config
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout, ParameterLayout, Section, Shard, Stage
+from shardwright.placement import check_built, place
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def placed(layout: Layout, name: str) -> ParameterLayout:
+    return place(read_config(LLAMA), layout)[name]
+
+
+def test_descriptors_name_who_cuts_who_copies_who_sums() -> None:
+    norm = "model.norm.weight"
+    hybrid = placed(Layout(dp_replicate=2, dp_shard=2, zero_stage=1), norm)
+    assert (hybrid.shard_axes, hybrid.copy_axes, hybrid.sum_axes) == (("fsdp",), ("dp_replicate",), ("dp_replicate", "dp_shard"))
+    replicated = placed(Layout(dp_replicate=2), norm)
+    assert (replicated.shard_axes, replicated.copy_axes, replicated.sum_axes) == ((), ("dp_replicate",), ("dp_replicate",))
+    alone = placed(Layout(), norm)
+    assert (alone.shard_axes, alone.copy_axes, alone.sum_axes) == ((), (), ())
+
+
+def test_tensor_parallel_cuts_heads_and_sums_what_sees_some_tokens() -> None:
+    layout = Layout(tp=4)
+    query = placed(layout, "model.layers.0.self_attn.q_proj.weight")
+    assert query.shards == (Shard("tp", 0, (Section(0, 32, 4),)),)
+    assert query.sum_axes == ()
+    # Two key-value heads for four ranks: neighbours share one.
+    assert placed(layout, "model.layers.0.self_attn.k_proj.weight").shards == (Shard("tp", 0, (Section(0, 16, 2),)),)
+    assert placed(layout, "model.layers.0.mlp.down_proj.weight").shards == (Shard("tp", 1, (Section(0, 48, 4),)),)
+    norm = placed(layout, "model.norm.weight")
+    assert (norm.shards, norm.copy_axes, norm.sum_axes) == ((), ("tp",), ("tp",))
+    assert placed(Layout(tp=4, sequence_parallel=False), "model.norm.weight").sum_axes == ()
+
+
+def test_a_tied_embedding_lies_on_the_first_and_the_last_stage() -> None:
+    stages = [Stage(0, 0, 0, 1, embedding=True, head=False), Stage(1, 1, 1, 2, embedding=False, head=True)]
+    layouts = place(read_config(LLAMA), Layout(pp=2), stages)
+    embedding = layouts["model.embed_tokens.weight"]
+    assert (embedding.stages, embedding.sum_axes) == ((0, 1), ("pp",))
+    assert layouts["model.layers.1.mlp.up_proj.weight"].stages == (1,)
+    assert layouts["model.norm.weight"].stages == (1,)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_what_is_not_built_is_refused_by_name(axis: str) -> None:
+    with pytest.raises(LayoutError, match=rf"layout\.{axis}: .* is not built yet"):
+        check_built(Layout(**{axis: 2}))
