@@ -1,0 +1,113 @@
+"""Trainers other than ours: what they hold per parameter, and what they take where a published row says nothing. Torch-free.
+
+Sources are the trainers' own documents and code as of the measurements: nanotron v0.5; Megatron-Core 0.8 to 0.15 under NeMo;
+Megatron-LM of 2020 and 2021; Megatron-DeepSpeed of BigScience; Composer 0.14 to 0.22 (llm-foundry); torchtitan; litgpt of 2023.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.config.schema import RecomputeKind
+from shardwright.layout.degrees import ZeroStage
+from shardwright.planner.candidate import Engine
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One trainer: its engine, and its habits where a row is silent.
+
+    `links` is what its published runs had between nodes, by accelerator generation, in words of the hardware catalogue.
+    `recompute` None: the least that fits, as its users set it. `virtual_stages`: whether its pipelines interleave where the row
+    does not say.
+    """
+
+    engine: Engine
+    zero_stage: ZeroStage = 1
+    recompute: RecomputeKind | None = None
+    flash_attention: bool = True
+    compile: bool = False
+    sequence_parallel: bool = True
+    links: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+_MIXED = {"weight_bytes": 2.0, "master_bytes": 4.0, "casts_at_use": False}
+"""Half-precision weights beside fp32 master weights that are sharded with the optimizer's states."""
+
+FRAMEWORKS: dict[str, Framework] = {
+    "nanotron": Framework(
+        Engine("nanotron", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
+        recompute="none",
+        links={"Hopper": "efa-p5"},
+    ),
+    "megatron-core": Framework(
+        Engine("megatron-core", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, overlaps_tensor=True),
+    ),
+    "megatron-lm": Framework(
+        Engine("megatron-lm", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
+        zero_stage=0,
+        recompute="full",
+        flash_attention=False,
+        sequence_parallel=False,
+    ),
+    "megatron-deepspeed": Framework(
+        Engine("megatron-deepspeed", **_MIXED, gradient_bytes=2.0, reduce_bytes=2.0, whole_gradients=True),
+        recompute="full",
+        flash_attention=False,
+        sequence_parallel=False,
+    ),
+    "aleph": Framework(
+        Engine("aleph", **_MIXED, gradient_bytes=2.0, reduce_bytes=2.0, whole_gradients=True),
+        sequence_parallel=False,
+        recompute="none",
+    ),
+    "llm-foundry": Framework(
+        Engine("llm-foundry", casts_at_use=True, gather_bytes=2.0, reduce_bytes=4.0),
+        zero_stage=3,
+        recompute="none",
+    ),
+    "torchtitan": Framework(
+        Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0),
+        zero_stage=3,
+        recompute="selective",
+    ),
+    "litgpt": Framework(
+        Engine("litgpt", weight_bytes=2.0, gradient_bytes=2.0, casts_at_use=False),
+        zero_stage=0,
+        recompute="none",
+        sequence_parallel=False,
+    ),
+    "deepspeed": Framework(
+        Engine("deepspeed", **_MIXED, gradient_bytes=2.0, reduce_bytes=2.0, gather_bytes=2.0),
+        zero_stage=3,
+        recompute="full",
+    ),
+}
+
+_SIGNS: tuple[tuple[str, str], ...] = (
+    (r"nanotron", "nanotron"),
+    (r"megatron-deepspeed|bigscience|bloom", "megatron-deepspeed"),
+    (r"megatron\+deepspeed|megatron-lm|ptd\b|megascale", "megatron-lm"),
+    (r"nemo|megatron-core|megatron-bridge|dgxc", "megatron-core"),
+    (r"llm-foundry|composer|mosaic", "llm-foundry"),
+    (r"torchtitan|torchtune|fsdp2", "torchtitan"),
+    (r"litgpt|lit-gpt", "litgpt"),
+    (r"aleph", "aleph"),
+    (r"deepspeed|zero-3", "deepspeed"),
+)
+"""Words by which a row names its trainer, the first that is found."""
+
+
+def name_framework(*texts: str) -> str | None:
+    """The trainer that one of the texts names, the first text first; None where none does.
+
+    >>> name_framework("", "NVIDIA/NeMo docs"), name_framework("a table")
+    ('megatron-core', None)
+    """
+    for text in texts:
+        for pattern, name in _SIGNS:
+            if re.search(pattern, text.lower()):
+                return name
+    return None

@@ -1,0 +1,273 @@
+"""Published rows -> what the planner predicts from: shape, candidate, cluster, trainer. Torch-free.
+
+A row is read through `configuration`, which keeps the configuration columns and, of `notes`, the keys named in `NOTE_KEYS`.
+Everything else (throughput, times, memory, utilisation, `verification`, ids, and every other word of the notes, among them those
+that tell how a run ended) is blanked there, before anything reads it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from shardwright.architecture import ModelShape
+from shardwright.config.schema import RecomputeKind
+from shardwright.errors import DataError
+from shardwright.hardware import Cluster, find_node, parse_cluster
+from shardwright.layout import Layout
+from shardwright.planner.candidate import Adapter, Candidate, Engine, Precision
+from shardwright.planner.frameworks import FRAMEWORKS, Framework, name_framework
+from shardwright.planner.named_models import shape_of_row
+
+CONFIGURATION = (
+    "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab",
+    "seq_len", "num_experts", "top_k", "gpu", "gpus", "gpus_per_node", "tp", "pp", "cp", "ep", "dp", "virtual_pp", "zero_stage",
+    "micro_batch", "global_batch", "recompute", "sequence_parallel", "precision", "flash_attention", "compile", "task",
+    "mem_metric",
+)  # fmt: skip
+"""Columns that are read. `source` names the trainer only, and `mem_metric` which of a prediction's totals is written down."""
+
+NOTE_KEYS: dict[str, str] = {
+    "framework": r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale)",
+    "kernel": r"kernel=([\w. +]+?)(?:;|$)",
+    "embeddings": r"\b(tied|untied) embeddings",
+    "mixed_precision": r"mixed_precision=(\w+)",
+    "local_batch": r"local batch (\d+)",
+    "grad_accum": r"grad_accum=(\d+)",
+    "expert_width": r"MoE expert FFN=(\d+)",
+    "async_tp": r"(AsyncTP|TP-comm overlap)",
+    "scaling": r"\b(rowwise|tensorwise|MXFP8|NVFP4|FP8-CS|FP8-MX)\b",
+    "schedule": r"((?i:interleaved))(?: 1F1B| schedule)",
+    "selective": r"(op-level SAC|selective op AC|selective layer AC|selective AC)",
+    "model_parallel": r"model-parallel size t\*p=(\d+)",
+    "quantization": r"quantization=(bnb\.nf4(?:-dq)?)",
+    "trainable": r"trainable ([\d,]+)",
+    "lora": r"(?:^|; )(LoRA)(?:;|$)",
+    "gradients": r"(fp32 grad accumulation)",
+    "packed": r"(packed sequences)",
+    "offload": r"(CPU offload)",
+    "fabric": r"(EFA|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
+    "half_weights": r"(bf16-true)",
+    "muon": r"(Muon)",
+}
+"""What is read of `notes`: a kernel, a trainer and its settings, by patterns whose first group is the value."""
+
+MemoryMetric = Literal["allocated", "reserved", "device"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row in the planner's terms. `recompute_stated` and `micro_batch_stated` False: the planner picks what fits best."""
+
+    id: str
+    source: str
+    framework: str
+    shape: ModelShape
+    candidate: Candidate
+    cluster: Cluster
+    metric: MemoryMetric = "device"
+    recompute_stated: bool = True
+    micro_batch_stated: bool = True
+    kernel: str = ""
+
+
+def configuration(row: Mapping[str, str]) -> dict[str, str]:
+    """The row without what came of it: configuration columns as they are, notes reduced to `NOTE_KEYS`, all else gone.
+
+    >>> configuration({"gpu": "H100", "notes": "OOM; kernel=torch; great", "step_time_s": "3"})["notes.kernel"]
+    'torch'
+    """
+    kept = {name: (row.get(name) or "").strip() for name in CONFIGURATION}
+    notes = row.get("notes") or ""
+    for key, pattern in NOTE_KEYS.items():
+        found = re.search(pattern, notes)
+        kept[f"notes.{key}"] = found[1].strip() if found else ""
+    return kept
+
+
+def read_cases(path: str | Path) -> Iterator[Case]:
+    """Every row of a table of measurements as a case, in order.
+
+    Raises:
+        DataError: no such file, or columns missing, by name.
+        InputError: a row that names an unknown accelerator, or a model about which it says too little; with the row's id.
+    """
+    for row in read_rows(path):
+        yield read_case(row["id"], configuration(row))
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """The table as it stands; only `configuration` of a row may reach a prediction."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            table = csv.DictReader(file)
+            rows = list(table)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"the measurements cannot be read: {error}", field="--measurements", got=path) from error
+    missing = [name for name in ("id", "model_name", "gpu", "gpus") if name not in (table.fieldnames or ())]
+    if missing:
+        raise DataError(
+            "this is no table of measurements",
+            field="--measurements",
+            got=f"no column {', '.join(missing)}",
+            allowed=f"columns {', '.join(CONFIGURATION)}",
+        )
+    return rows
+
+
+def read_case(name: str, row: Mapping[str, str]) -> Case:
+    """One row, already reduced to its configuration, in the planner's terms."""
+    trainer = name_framework(row["notes.framework"], row["source_group"], row["source"]) or _likely_framework(row)
+    framework = FRAMEWORKS[trainer]
+    shape = shape_of_row(
+        row,
+        tied={"tied": True, "untied": False}.get(row["notes.embeddings"]),
+        expert_width=_whole(row, "notes.expert_width"),
+    )
+    cluster = _cluster(row, framework)
+    layout = _layout(row, framework, shape, cluster)
+    micro = _whole(row, "micro_batch") or (_whole(row, "notes.local_batch") if layout.pp == 1 else None)
+    recompute = _recompute(row, framework)
+    return Case(
+        id=name,
+        source=row["source_group"],
+        framework=trainer,
+        shape=shape,
+        candidate=_candidate(row, framework, layout, micro or 1, recompute or "none"),
+        cluster=cluster,
+        metric=_metric(row["mem_metric"]),
+        recompute_stated=recompute is not None,
+        micro_batch_stated=micro is not None,
+        kernel=row["notes.kernel"],
+    )
+
+
+def _likely_framework(row: Mapping[str, str]) -> str:
+    """Of a row that names no trainer: Megatron where the model is cut, PyTorch's FSDP where only data is."""
+    cut = any((_whole(row, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
+    return "megatron-core" if cut else "torchtitan"
+
+
+def _whole(row: Mapping[str, str], name: str) -> int | None:
+    text = (row.get(name) or "").replace(",", "")
+    return round(float(text)) if text else None
+
+
+def _cluster(row: Mapping[str, str], framework: Framework) -> Cluster:
+    name = row["gpu"] or "B200"  # torchtitan's rows without a device say 184 GiB of memory, which is a B200's
+    node = find_node(name)
+    num_gpus = _whole(row, "gpus") or 1
+    per_node = min(_whole(row, "gpus_per_node") or node.num_accelerators, num_gpus)
+    link = _fabric(row["notes.fabric"]) or framework.links.get(node.accelerator.generation)
+    return parse_cluster(f"{per_node}x{name}", nodes=-(-num_gpus // per_node), link=link if per_node < num_gpus else None)
+
+
+def _fabric(note: str) -> str | None:
+    """A link of the catalogue from what the notes say of the network between nodes."""
+    if note == "EFA":
+        return "efa-p5"
+    if found := re.search(r"(\d+)x(Omni-Path |)(\d+)Gbps", note):
+        return f"{found[1]}x{'opa' if found[2] else 'ib'}{found[3]}"
+    if found := re.search(r"interconnect (\d+)Gbps RoCE/node$", note):
+        return f"{int(found[1]) // 200}xroce200"
+    return None
+
+
+def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, cluster: Cluster) -> Layout:
+    tp, pp = _model_parallel(row, cluster)
+    cp, ep = _whole(row, "cp") or 1, _whole(row, "ep") or 1
+    data = max(1, cluster.num_gpus // (tp * pp * cp))
+    stated = row["zero_stage"]
+    stage = int(stated) if stated in ("0", "1", "2", "3") else framework.zero_stage
+    stage = 1 if stage == 0 and (ep > 1 or cp > 1) else stage
+    stage = 0 if data * cp == 1 else stage
+    virtual = _whole(row, "virtual_pp") or (2 if row["notes.schedule"] else 1)
+    interleaved = pp > 1 and virtual > 1
+    sequence_parallel = {"yes": True, "no": False}.get(row["sequence_parallel"], framework.sequence_parallel)
+    return Layout(
+        dp_replicate=1 if stage else data,
+        dp_shard=data if stage else 1,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep if (data * cp) % ep == 0 else 1,
+        zero_stage=stage,  # type: ignore[arg-type]
+        sequence_parallel=sequence_parallel and tp > 1,
+        schedule="interleaved_1f1b" if interleaved else "1f1b",
+        virtual_stages=virtual if interleaved else None,
+    )
+
+
+def _model_parallel(row: Mapping[str, str], cluster: Cluster) -> tuple[int, int]:
+    """Tensor and pipeline degrees; where only their product or the data degree is stated, tensor first, within a node."""
+    tp, pp, data = _whole(row, "tp"), _whole(row, "pp"), _whole(row, "dp")
+    product = _whole(row, "notes.model_parallel") or (cluster.num_gpus // data if data else None)
+    if tp is None and pp is None and product:
+        tp = max(degree for degree in (1, 2, 4, 8) if product % degree == 0)
+        return tp, product // tp
+    return tp or 1, pp or (product // tp if product and tp and product % tp == 0 else 1)
+
+
+def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind | None:
+    stated = row["recompute"]
+    if stated in ("none", "selective", "full"):
+        return stated  # type: ignore[return-value]
+    return "selective" if row["notes.selective"] else framework.recompute
+
+
+def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, micro: int, recompute: RecomputeKind) -> Candidate:
+    total = _whole(row, "global_batch")
+    precision: Precision = {"fp8": "fp8", "fp16": "fp16", "nvfp4": "nvfp4", "fp32": "fp32"}.get(row["precision"], "bf16")  # type: ignore[assignment]
+    engine = _engine(row, framework)
+    return Candidate(
+        layout=layout,
+        sequence_length=_whole(row, "seq_len") or 2048,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=max(1, round((total or micro * layout.data_ranks * layout.pp) / (micro * layout.data_ranks))),
+        precision=precision,
+        recompute=recompute,
+        adapter=_adapter(row),
+        offload="optimizer" if row["notes.offload"] else "none",
+        compile=row["compile"] == "yes" or (row["compile"] == "" and framework.compile),
+        flash_attention={"yes": True, "no": False}.get(row["flash_attention"], framework.flash_attention),
+        loss_chunk_tokens=None,
+        reduce_in_bf16=row["notes.mixed_precision"] == "PURE",
+        engine=engine,
+    )
+
+
+def _engine(row: Mapping[str, str], framework: Framework) -> Engine:
+    engine = framework.engine
+    if row["notes.mixed_precision"] == "PURE":
+        engine = replace(engine, reduce_bytes=2.0)
+    if row["notes.gradients"] and engine.gradient_bytes:
+        engine = replace(engine, gradient_bytes=4.0, reduce_bytes=4.0)
+    if row["notes.async_tp"]:
+        engine = replace(engine, overlaps_tensor=True)
+    return engine
+
+
+_QUERY_VALUE = ("query", "value")
+
+
+def _adapter(row: Mapping[str, str]) -> Adapter | None:
+    """LoRA as the row's trainer has it by default: litgpt rank 8 on queries and values, NeMo rank 16 on all projections."""
+    if row["task"] not in ("lora", "qlora"):
+        return None
+    quantised = row["task"] == "qlora" or bool(row["notes.quantization"])
+    if row["notes.trainable"]:
+        return Adapter(rank=8, roles=_QUERY_VALUE, quantised=quantised)
+    return Adapter(rank=16, quantised=quantised)
+
+
+def _metric(text: str) -> MemoryMetric:
+    """Which total a row's memory is: the allocator's live bytes, what it reserves, or what the device's monitor shows."""
+    if "nvidia-smi" in text:
+        return "device"
+    if ("reserved" in text and "not stated" not in text) or "torchtitan" in text:
+        return "reserved"
+    return "allocated" if text else "device"

@@ -1,0 +1,297 @@
+"""Shapes for published rows: what a table says of a model in columns, and what its name says beyond them. Torch-free.
+
+A table of measurements gives sizes (layers, widths, heads, vocabulary) and a name. Whether the feed-forward is gated, embeddings
+are tied, or positions learned follows from the name's family; models with parts that columns cannot say (latent attention,
+shared experts) stand here whole, with the numbers of their public config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwright.architecture import LayerShape, ModelShape, read_config
+from shardwright.architecture.experts import ExpertShape
+from shardwright.architecture.names import LLAMA
+from shardwright.errors import ArchitectureError
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a family's name says of its blocks."""
+
+    gated: bool = True
+    tied: bool = False
+    learned_positions: bool = False
+    layer_norm: bool = False
+    biased: bool = False
+    parallel_residual: bool = False
+
+
+_GPT = Style(gated=False, tied=True, learned_positions=True, layer_norm=True, biased=True)
+
+STYLES: dict[str, Style] = {
+    r"mpt": replace(_GPT, biased=False),
+    r"bloom": replace(_GPT, learned_positions=False),
+    r"nemotron-?(3|4)?-?(8|15|22|340)b|nemotron-4": Style(gated=False, layer_norm=True),
+    r"phi-?1": Style(gated=False, layer_norm=True, biased=True, parallel_residual=True),
+    r"stablelm-alpha|pythia|neox|gpt-j": Style(gated=False, layer_norm=True, biased=True, parallel_residual=True),
+    r"falcon": Style(gated=False, tied=True, layer_norm=True, parallel_residual=True),
+    r"gpt|opt-|turing|mt-nlg": _GPT,
+    r"gemma": Style(tied=True),
+}
+"""By a pattern of the name, the first that matches; a name that matches none is taken as Llama's kind."""
+
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 36,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
+    r"deepseek-?v3|deepseek-?r1": _DEEPSEEK_V3,
+    r"kimi-?k2": _DEEPSEEK_V3
+    | {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827,
+        "vocab_size": 163840,
+        "max_position_embeddings": 131072,
+    },
+    r"qwen3-?30b-?a3b": _QWEN3_MOE,
+    r"qwen3-?235b": _QWEN3_MOE
+    | {
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 64,
+    },
+    r"gpt-?oss-?120b": _GPT_OSS,
+    r"gpt-?oss-?20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    r"llama-?4-?maverick": _QWEN3_MOE
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 16384,
+        "moe_intermediate_size": 8192,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 1,
+        "decoder_sparse_step": 2,
+        "vocab_size": 202048,
+    },
+}
+"""config.json of models whose columns would not say enough; Llama 4 in the words of qwen3_moe, its shared experts added below."""
+
+SHARED_WIDTHS = {r"llama-?4": 8192}
+"""Width of shared experts that a config above has no word for."""
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A hybrid (Mamba-2 and experts) in terms of layers that are planned for: as many parameters, products and bytes of experts.
+
+    A pair of one Mamba-2 and one sparse layer becomes one layer whose attention sees a chunk of 256 tokens and has as many
+    parameters as the Mamba-2 layer's projections; experts without a gate become gated ones of two thirds of the width. What is
+    not counted: the scan itself. Numbers: NVIDIA Nemotron 3 technical reports and config.json, 2025-12 to 2026-06.
+    """
+
+    pairs: int
+    attention_layers: int
+    hidden_size: int
+    mixer_heads: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    shared_width: int
+    vocab_size: int = 131072
+
+
+_HYBRIDS = {
+    r"nemotron_?-?3_?-?nano": _StandIn(23, 6, 2688, 54, 128, 6, 1237, 2475),
+    r"nemotron_?-?3_?-?super": _StandIn(40, 8, 4096, 104, 512, 22, 448, 3584),
+    r"nemotron_?-?3_?-?ultra": _StandIn(48, 12, 8192, 192, 512, 22, 853, 6827),
+    r"deepseek_?-?v4_? ?flash": _StandIn(43, 0, 4096, 96, 256, 6, 2048, 2048, 129280),
+}
+
+
+def shape_of_row(row: Mapping[str, str], *, tied: bool | None = None, expert_width: int | None = None) -> ModelShape:
+    """The shape of a row's model: by name where the name is known, else by its columns.
+
+    Args:
+        row: columns model_name, layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len, num_experts, top_k, params_b.
+        tied: what the row's notes say of the embeddings; None follows the name.
+        expert_width: what they say of an expert's width; None takes ffn_hidden's for models with experts.
+
+    Raises:
+        ArchitectureError: neither the name nor the columns say enough.
+    """
+    name = row["model_name"].lower()
+    for pattern, config in PUBLIC_CONFIGS.items():
+        if re.search(pattern, name):
+            return _with_shared_experts(name, read_config(config))
+    for pattern, stand_in in _HYBRIDS.items():
+        if re.search(pattern, name):
+            return _hybrid(stand_in)
+    return _from_columns(row, name, tied, expert_width)
+
+
+def _with_shared_experts(name: str, shape: ModelShape) -> ModelShape:
+    for pattern, width in SHARED_WIDTHS.items():
+        if re.search(pattern, name) and shape.experts is not None:
+            return replace(shape, experts=replace(shape.experts, shared_intermediate_size=width))
+    return shape
+
+
+def _hybrid(parts: _StandIn) -> ModelShape:
+    mixers = (LayerShape(attention_scale=1.0, window=256, sparse=True),) * parts.pairs
+    attention = (LayerShape(attention_scale=1.0),) * parts.attention_layers
+    return ModelShape(
+        family="planning",
+        vocab_size=parts.vocab_size,
+        hidden_size=parts.hidden_size,
+        intermediate_size=128,
+        num_heads=parts.mixer_heads,
+        num_kv_heads=2,
+        head_dim=128,
+        max_position_embeddings=1 << 20,
+        layers=mixers + attention,
+        experts=ExpertShape(
+            parts.num_experts, parts.experts_per_token, parts.expert_width, shared_intermediate_size=parts.shared_width
+        ),
+    )
+
+
+def _from_columns(row: Mapping[str, str], name: str, tied: bool | None, expert_width: int | None) -> ModelShape:
+    style = style_of(name)
+    vocab, (layers, hidden) = _integer(row, "vocab"), _depth_and_width(row)
+    heads = _integer(row, "heads", max(1, hidden // 128))
+    inner = _integer(row, "ffn_hidden", (4 if not style.gated else 3) * hidden)
+    num_experts = _integer(row, "num_experts", 0)
+    experts = ExpertShape(num_experts, _integer(row, "top_k", 2), expert_width or inner) if num_experts else None
+    layer = LayerShape(attention_scale=1.0, sparse=experts is not None)
+    shape = ModelShape(
+        family="planning",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=_integer(row, "kv_heads", heads),
+        head_dim=_integer(row, "head_dim", hidden // heads),
+        max_position_embeddings=_integer(row, "seq_len", 4096),
+        layers=(layer,) * layers,
+        names=replace(LLAMA, gate=LLAMA.gate if style.gated else None, positions="positions" if style.learned_positions else None),
+        norm="layer" if style.layer_norm else "rms",
+        norm_bias=style.biased,
+        qkv_bias=style.biased,
+        attention_out_bias=style.biased,
+        mlp_bias=style.biased,
+        activation="silu" if style.gated else "gelu",
+        parallel_residual=style.parallel_residual,
+        tied_embeddings=style.tied if tied is None else tied,
+        experts=experts,
+    )
+    stated = float(row.get("params_b") or 0) * 1e9
+    return shape if tied is not None or not stated else _nearer_in_size(shape, stated)
+
+
+def _nearer_in_size(shape: ModelShape, stated: float) -> ModelShape:
+    """The shape with embeddings tied or not, whichever has nearer the stated number of parameters; in doubt, as it is."""
+    other = replace(shape, tied_embeddings=not shape.tied_embeddings)
+    here, there = abs(shape.num_parameters / stated - 1), abs(other.num_parameters / stated - 1)
+    return other if there < 0.5 * here and here > 0.02 else shape
+
+
+def _depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
+    """Layers and model width; of what is missing, what makes up the stated parameters at GPT-3's 128 features a layer."""
+    stated = float(row.get("params_b") or 0) * 1e9
+    width = _integer(row, "hidden", 128 * round((128 * stated / 12) ** (1 / 3) / 128) or None)
+    return _integer(row, "layers", round(stated / (12 * width**2)) or None), width
+
+
+def style_of(name: str) -> Style:
+    """What the family of a model's name says of its blocks.
+
+    >>> style_of("gpt3-175b").gated, style_of("llama-3-8b").gated
+    (False, True)
+    """
+    return next((style for pattern, style in STYLES.items() if re.search(pattern, name.lower())), Style())
+
+
+_USUAL = {"vocab": 51200}
+"""Where a table leaves a size out whose effect is small: the padded GPT-2 vocabulary."""
+
+
+def _integer(row: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = row.get(key) or ""
+    if text:
+        return round(float(text))
+    default = _USUAL.get(key) if default is None else default
+    if default is None:
+        raise ArchitectureError(
+            "neither the model's name nor this column says how large it is",
+            field=f"measurements.{key}",
+            got=f"an empty field for {row['model_name']!r}",
+            allowed="a whole number",
+            remedy="Fill in layers, hidden, heads, ffn_hidden and vocab, or name a model that the planner knows",
+        )
+    return default
