@@ -41,6 +41,25 @@ def _gpt_neox(**fields: Any) -> dict[str, Any]:
     return case
 
 
+def _deepseek(**fields: Any) -> dict[str, Any]:
+    sizes = {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "num_nextn_predict_layers": 0,
+    }
+    return _case("deepseek_v3", **(sizes | fields))
+
+
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -174,5 +193,48 @@ CASES: dict[str, dict[str, Any]] = {
         attention_bias=False,
         hidden_act="gelu_new",
         rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+    ),
+    "mixtral": _case("mixtral", num_local_experts=4),
+    "mixtral-window-narrow": _case("mixtral", num_local_experts=5, num_experts_per_tok=3, sliding_window=7, intermediate_size=30),
+    "qwen3_moe": _case("qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16),
+    "qwen3_moe-some-dense-normalised": _case(
+        "qwen3_moe",
+        num_hidden_layers=4,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=28,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=9,
+    ),
+    "olmoe": _case("olmoe", num_experts=6, num_experts_per_tok=2),
+    "olmoe-normalised-biases": _case("olmoe", num_experts=3, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True),
+    "gpt_oss": _case("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8),
+    "gpt_oss-clamps-bite": _case(
+        "gpt_oss",
+        num_local_experts=3,
+        num_experts_per_tok=3,
+        head_dim=12,
+        sliding_window=5,
+        swiglu_limit=0.05,
+        swiglu_alpha=3.0,
+        attention_bias=False,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_scaling={"rope_type": "default"},
+        initializer_range=0.2,
+    ),
+    "deepseek_v3": _deepseek(),
+    "deepseek_v3-plain-queries-one-group": _deepseek(
+        q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, norm_topk_prob=False, rope_interleave=False, v_head_dim=12
+    ),
+    "deepseek_v3-yarn-biases": _deepseek(
+        attention_bias=True,
+        first_k_dense_replace=0,
+        rope_scaling={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        v_head_dim=16,
+        routed_scaling_factor=1.0,
     ),
 }

@@ -28,7 +28,9 @@ TOLERANCE = 1e-5
 def build_theirs(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """Their model with every parameter moved off its initial value, so that no norm is 1 and no bias 0."""
     torch.manual_seed(seed)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)), attn_implementation="eager")
+    # "eager" experts are a plain loop; grouped products would refuse widths that ours takes.
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)), **plain)
     theirs = theirs.float().eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -45,22 +47,28 @@ def build_ours(config: dict[str, Any], theirs: PreTrainedModel, folder: Path, **
 
 
 def copy_weights(ours: Decoder, tensors: dict[str, Tensor]) -> None:
-    """Fill every parameter; the sets of names and the shapes must be equal."""
-    parameters = dict(ours.named_parameters())
-    assert {name: p.shape for name, p in parameters.items()} == {name: t.shape for name, t in tensors.items()}
+    """Fill every parameter from the file's tensors; the sets of names and the shapes must be equal."""
+    parameters, specs = dict(ours.named_parameters()), ours.shape.parameters()
+    pieces = {piece.name: piece.shape for spec in specs for piece in spec.pieces}
+    assert pieces == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert [spec.name for spec in specs] == list(parameters)
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+        for spec in specs:
+            for piece in spec.pieces:
+                box = tuple(slice(start, stop) for start, stop in piece.box)
+                parameters[spec.name][box].copy_(tensors[piece.name])
 
 
 def gradients_by_file_name(theirs: PreTrainedModel, family: str) -> dict[str, Tensor]:
-    """Their gradients under the names of the file (gpt_neox calls its head `lm_head` in memory since 5.20)."""
+    """Their gradients under our names: in memory gpt_neox's head is `lm_head` since 5.20, and mixtral's experts are in `mlp`."""
     found = {}
     for name, parameter in theirs.named_parameters():
         if family == "gpt_neox" and name == "lm_head.weight":
             name = "embed_out.weight"
-        assert parameter.grad is not None
-        found[name] = parameter.grad
+        if family == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        # An expert that no token chose has none in a loop over experts, and zeros in a product over all.
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return found
 
 

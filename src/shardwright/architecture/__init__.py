@@ -1,8 +1,10 @@
 """What a model is, from its config.json: shapes, parameters by name, counts. Torch-free."""
 
 from shardwright.architecture.cut import cut
+from shardwright.architecture.experts import ExpertShape
 from shardwright.architecture.families import FAMILIES
-from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
+from shardwright.architecture.latent import LatentShape
+from shardwright.architecture.parameters import FilePiece, Init, Normal, Ones, ParameterSpec, Role, Zeros
 from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config
 from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
 
@@ -11,7 +13,10 @@ __all__ = [
     "INERT_FIELDS",
     "OFF_FIELDS",
     "Activation",
+    "ExpertShape",
+    "FilePiece",
     "Init",
+    "LatentShape",
     "LayerShape",
     "ModelShape",
     "Normal",

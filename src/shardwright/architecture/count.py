@@ -12,18 +12,26 @@ from collections.abc import Iterable
 
 from shardwright.architecture.parameters import ParameterSpec
 
+EXPERT_ROLES = ("expert_gate_up", "expert_down")
+"""Roles of parameters that hold all experts of a layer, of which a token meets a few."""
+
 _PARTS = {
     "embedding": ("embedding", "positions"),
-    "attention": ("query", "key", "value", "qkv", "attention_out", "query_norm", "key_norm"),
+    "attention": (
+        "query", "key", "value", "qkv", "attention_out", "query_norm", "key_norm", "sinks",
+        "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm", "key_value",
+    ),
     "feed_forward": ("gate", "up", "gate_up", "down"),
+    "experts": EXPERT_ROLES,
+    "router": ("router", "balance_bias"),
     "norm": ("norm",),
     "head": ("head",),
-}
+}  # fmt: skip
 _LOOKED_UP = ("embedding", "positions")
 
 
 def parameters_by_part(specs: Iterable[ParameterSpec]) -> dict[str, int]:
-    """Elements of the parameters per part: embedding, attention, feed_forward, norm, head."""
+    """Elements of the parameters per part: embedding, attention, feed_forward, experts, router, norm, head."""
     counts = dict.fromkeys(_PARTS, 0)
     part_of = {role: part for part, roles in _PARTS.items() for role in roles}
     for spec in specs:
@@ -31,13 +39,16 @@ def parameters_by_part(specs: Iterable[ParameterSpec]) -> dict[str, int]:
     return counts
 
 
-def matmul_parameters(specs: Iterable[ParameterSpec], *, tied: bool) -> int:
-    """Elements of the matrices that each token is multiplied with; a tied embedding counts as the head that it serves as."""
-    total = 0
+def matmul_parameters(specs: Iterable[ParameterSpec], *, tied: bool, active_share: float = 1.0) -> float:
+    """Elements of the matrices that each token is multiplied with; a tied embedding counts as the head that it serves as.
+
+    `active_share` is the share of a layer's experts that a token is sent to: the others' matrices cost it nothing.
+    """
+    total = 0.0
     for spec in specs:
         looked_up = spec.role in _LOOKED_UP and not (tied and spec.role == "embedding")
-        if len(spec.shape) == 2 and not looked_up:
-            total += spec.num_elements
+        if len(spec.shape) >= 2 and not looked_up and not spec.is_bias:
+            total += spec.num_elements * (active_share if spec.role in EXPERT_ROLES else 1.0)
     return total
 
 
@@ -52,6 +63,6 @@ def mean_visible_keys(sequence_length: int, window: int | None) -> float:
     return (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
 
 
-def attention_flops_per_token(query_width: int, sequence_length: int, window: int | None) -> float:
-    """Model FLOPs, forward and backward, of one layer's two attention products for one token."""
-    return 12.0 * query_width * mean_visible_keys(sequence_length, window)
+def attention_flops_per_token(query_width: int, value_width: int, sequence_length: int, window: int | None) -> float:
+    """Model FLOPs, forward and backward, of one layer's two attention products for one token; widths are of all heads."""
+    return 6.0 * (query_width + value_width) * mean_visible_keys(sequence_length, window)

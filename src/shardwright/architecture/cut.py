@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwright.architecture.latent import LatentShape
 from shardwright.architecture.reading import read_config
 from shardwright.architecture.shape import ModelShape
 from shardwright.errors import ArchitectureError
@@ -29,8 +30,9 @@ def cut(
 ) -> ModelShape:
     """`shape` with fewer layers, less width, fewer tokens; None keeps what it is, and nothing ever grows.
 
-    The layers that stay cover every kind there is (window or none, rotation or none), as far as their number allows. A
-    narrower model keeps the ratios of query to key heads, of the heads' width to the model's and of the feed-forward's.
+    The layers that stay cover every kind there is (window or none, rotation or none, experts or none), as far as their number
+    allows. A narrower model keeps the ratios of query to key heads, of the heads' width to the model's and of the
+    feed-forward's; experts get narrower, not fewer.
     With `sequence_length`, windows that would not bite in such a sequence shrink to half of it.
 
     Raises:
@@ -58,17 +60,23 @@ def _named(shape: ModelShape, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(shape: ModelShape, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    first_of_kind: dict[tuple[object, object], int] = {}
+    first_of_kind: dict[tuple[object, ...], int] = {}
     for index, layer in enumerate(shape.layers):
-        first_of_kind.setdefault((layer.window, layer.rope), index)
+        first_of_kind.setdefault((layer.window, layer.rope, layer.sparse), index)
     first = sorted(first_of_kind.values())
     rest = [index for index in range(shape.num_layers) if index not in first]
     kept = [shape.layers[index] for index in sorted((first + rest)[:num_layers])]
     fields = _named(shape, {"num_hidden_layers": num_layers})
-    if len(first) > 1 and shape.family not in ("mistral", "phi3"):
+    if len({layer.window for layer in shape.layers}) > 1:
         fields["layer_types"] = ["full_attention" if layer.window is None else "sliding_attention" for layer in kept]
     if any(layer.rope is None for layer in shape.layers) and shape.ropes:
         fields["no_rope_layers"] = [int(layer.rope is not None) for layer in kept]
+    if shape.experts is not None and not all(layer.sparse for layer in shape.layers):
+        dense = [index for index, layer in enumerate(kept) if not layer.sparse]
+        if shape.latent is not None:
+            fields["first_k_dense_replace"] = len(dense)
+        else:
+            fields |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     return fields
 
 
@@ -87,10 +95,14 @@ def _less_width(shape: ModelShape, config: Mapping[str, Any], hidden_size: int) 
             allowed=f"a multiple of {2 * heads}",
         )
     head_dim = max(2, round(hidden_size * relative_width / heads / 2) * 2)
-    inner = max(8, round(shape.intermediate_size * hidden_size / shape.hidden_size / 8) * 8)
+    inner = _narrowed(shape.intermediate_size, shape, hidden_size)
     sizes = {"hidden_size": hidden_size, "num_attention_heads": heads, "intermediate_size": inner}
     fields = _named(shape, sizes)
-    if shape.family not in ("gpt2", "gpt_neox"):
+    if shape.experts is not None and "moe_intermediate_size" in config:
+        fields["moe_intermediate_size"] = _narrowed(shape.experts.intermediate_size, shape, hidden_size)
+    if shape.latent is not None:
+        fields |= {"num_key_value_heads": kv_heads} | _narrower_latents(shape.latent, head_dim, shape.head_dim)
+    elif shape.family not in ("gpt2", "gpt_neox"):
         fields |= {"num_key_value_heads": kv_heads, "head_dim": head_dim}
     if "query_pre_attn_scalar" in config or shape.attention_soft_cap is not None:
         scalar = shape.layers[0].attention_scale ** -2
@@ -99,6 +111,26 @@ def _less_width(shape: ModelShape, config: Mapping[str, Any], hidden_size: int) 
         if config.get(name) and "short_factor" in config[name]:
             fields[name] = _fewer_factors(config[name], head_dim / shape.head_dim)
     return fields
+
+
+def _narrowed(inner: int, shape: ModelShape, hidden_size: int) -> int:
+    """The width of a feed-forward in the ratio of the models' widths, a multiple of 8."""
+    return max(8, round(inner * hidden_size / shape.hidden_size / 8) * 8)
+
+
+def _narrower_latents(latent: LatentShape, head_dim: int, whole_head_dim: int) -> dict[str, int | None]:
+    """The parts of a head and the latents in the ratio of the heads; the rotated part stays even."""
+    ratio = head_dim / whole_head_dim
+    rope_dim = min(max(2, round(latent.rope_dim * ratio / 2) * 2), head_dim - 1)
+    return {
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": head_dim - rope_dim,
+        "v_head_dim": max(1, round(latent.value_dim * ratio)),
+        "kv_lora_rank": max(2, round(latent.key_value_rank * ratio)),
+        "q_lora_rank": None if latent.query_rank is None else max(2, round(latent.query_rank * ratio)),
+        "head_dim": None,
+        "qk_head_dim": None,
+    }
 
 
 def _fewer_factors(rope: Mapping[str, Any], ratio: float) -> dict[str, Any]:

@@ -30,6 +30,10 @@ class Fields:
         """The field's full name, for messages."""
         return f"{self._prefix}{name}"
 
+    def assume(self, name: str, value: Any) -> None:
+        """Read the field as `value` from here on; what is written back stays as it was."""
+        self._content[name] = value
+
     def was_taken(self, name: str) -> bool:
         """Whether the family's reader knows the field."""
         return name in self._taken

@@ -11,6 +11,7 @@ class Names:
 
     The order in which a decoder registers its modules, and in which `ModelShape.parameters` lists them, is the order of
     execution: norm before attention, attention, norm after it, norm before the feed-forward, feed-forward, norm after it.
+    `expert_files` are what files call one expert's gate, up and down projections; empty where files hold the stacked tensors.
     """
 
     root: str = "model"
@@ -27,11 +28,25 @@ class Names:
     attention_out: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    sinks: str | None = None
+    query_latent: str = "q_a_proj"
+    query_latent_norm: str = "q_a_layernorm"
+    query_from_latent: str = "q_b_proj"
+    key_value_latent: str = "kv_a_proj_with_mqa"
+    key_value_latent_norm: str = "kv_a_layernorm"
+    key_value: str = "kv_b_proj"
     mlp: str = "mlp"
     gate: str | None = "gate_proj"
     up: str = "up_proj"
     gate_up: str | None = None
     down: str = "down_proj"
+    router: str = "gate"
+    balance_bias: str = "e_score_correction_bias"
+    experts: str = "experts"
+    expert_gate_up: str = "gate_up_proj"
+    expert_down: str = "down_proj"
+    expert_files: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    shared_experts: str = "shared_experts"
     pre_attention_norm: str | None = "input_layernorm"
     post_attention_norm: str | None = None
     pre_mlp_norm: str | None = "post_attention_layernorm"
@@ -78,3 +93,5 @@ GPT_NEOX = Names(
     up="dense_h_to_4h",
     down="dense_4h_to_h",
 )
+MIXTRAL = Names(mlp="block_sparse_moe", expert_files=("w1", "w3", "w2"))
+GPT_OSS = Names(router="router", expert_files=(), sinks="sinks")

@@ -133,9 +133,9 @@ def _yarn(fields: Fields, theta: float, rotary_dim: int, max_positions: int, ori
     """YaRN (arXiv 2309.00071); the attention factor is section 3.4's 0.1 ln(s) + 1 unless the file sets it."""
     factor = fields.number("factor", max_positions / original, exclusive=True)
     mscale, mscale_all = fields.take("mscale"), fields.take("mscale_all_dim")
-    attention_factor = _yarn_temperature(factor, 1.0)
+    attention_factor = yarn_temperature(factor, 1.0)
     if mscale and mscale_all:
-        attention_factor = _yarn_temperature(factor, fields.number("mscale")) / _yarn_temperature(
+        attention_factor = yarn_temperature(factor, fields.number("mscale")) / yarn_temperature(
             factor, fields.number("mscale_all_dim")
         )
     return RopeShape(
@@ -151,7 +151,8 @@ def _yarn(fields: Fields, theta: float, rotary_dim: int, max_positions: int, ori
     )
 
 
-def _yarn_temperature(factor: float, mscale: float) -> float:
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """What YaRN multiplies cos and sin with when positions are stretched by `factor` (section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -145,7 +145,7 @@ def _check(shape: ModelShape) -> None:
             allowed=f"a divisor of {shape.num_heads}",
         )
     given = "head_dim" in shape.config and shape.config["head_dim"] is not None
-    if shape.hidden_size % shape.num_heads and (not given or shape.family in _WHOLE_HEADS):
+    if shape.hidden_size % shape.num_heads and (not given or shape.family in _WHOLE_HEADS) and shape.latent is None:
         raise ArchitectureError(
             "the width is not a multiple of the heads",
             field="hidden_size",

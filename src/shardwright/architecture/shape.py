@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwright.architecture import count
+from shardwright.architecture.experts import ExpertShape, expert_parameters
+from shardwright.architecture.latent import LatentShape, latent_parameters
 from shardwright.architecture.names import LLAMA, Names
 from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
 from shardwright.errors import ArchitectureError
@@ -47,12 +49,14 @@ class LayerShape:
     """What may differ from layer to layer: the attention's reach, its rotary embedding and its scale.
 
     `window` counts the tokens a token sees, itself included; None sees all before it. `rope` indexes `ModelShape.ropes`;
-    None turns nothing. `attention_scale` multiplies the products of queries and keys.
+    None turns nothing. `attention_scale` multiplies the products of queries and keys. `sparse` layers have experts in place
+    of the one feed-forward.
     """
 
     attention_scale: float
     window: int | None = None
     rope: int | None = None
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class ModelShape:
     `matrix_layout` says whether weights lie `[out, in]` (Linear) or `[in, out]` (GPT-2's Conv1D). `qkv_layout` says how a
     fused projection is cut: whole queries, keys, values one after another, or head by head (q, k, v of head 0, then of
     head 1). `norm_offset` is added to a norm's weight at use (Gemma's 1 + w). `qk_norm` normalises queries and keys per
-    head or over the full width before they are cut into heads.
+    head or over the full width before they are cut into heads. `latent` makes queries, keys and values out of latents;
+    `head_dim` is then a query head's width. `attention_sinks` are a learned logit per head that takes part in the softmax and
+    gives nothing. `experts` is what the sparse layers have.
     """
 
     family: str
@@ -93,6 +99,9 @@ class ModelShape:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False
+    latent: LatentShape | None = None
+    experts: ExpertShape | None = None
     final_soft_cap: float | None = None
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -118,6 +127,18 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def value_width(self) -> int:
+        """Features of all heads' results, which the last projection of attention takes in."""
+        return self.query_width if self.latent is None else self.num_heads * self.latent.value_dim
+
+    @property
+    def cache_widths(self) -> tuple[int, int, int]:
+        """What generation keeps of a token in each layer: heads, and the widths of their keys and values (or of latents)."""
+        if self.latent is not None:
+            return 1, self.latent.key_value_rank, self.latent.rope_dim
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
     def gated(self) -> bool:
         """Whether the feed-forward multiplies an activated gate with a second projection."""
         return self.names.gate is not None or self.names.gate_up is not None
@@ -138,11 +159,21 @@ class ModelShape:
         """Elements of all parameters, tied ones counted once."""
         return sum(spec.num_elements for spec in self.parameters())
 
+    @property
+    def active_share(self) -> float:
+        """Share of a sparse layer's experts that one token is sent to; 1 for a dense model."""
+        return 1.0 if self.experts is None else self.experts.active_share
+
     def flops_per_token(self, sequence_length: int) -> float:
-        """Model FLOPs of forward and backward for one token of a causal sequence; the convention is `count`'s."""
-        products = 6.0 * count.matmul_parameters(self.parameters(), tied=self.tied_embeddings)
+        """Model FLOPs of forward and backward for one token of a causal sequence; the convention is `count`'s.
+
+        Of the experts' matrices those count that the token is sent to.
+        """
+        specs = self.parameters()
+        products = 6.0 * count.matmul_parameters(specs, tied=self.tied_embeddings, active_share=self.active_share)
         return products + sum(
-            count.attention_flops_per_token(self.query_width, sequence_length, layer.window) for layer in self.layers
+            count.attention_flops_per_token(self.query_width, self.value_width, sequence_length, layer.window)
+            for layer in self.layers
         )
 
     def check_sequence_length(self, num_tokens: int) -> None:
@@ -184,7 +215,7 @@ def _block_parameters(shape: ModelShape, layer: int) -> Iterator[ParameterSpec]:
         (None, _attention_parameters(shape, f"{block}.{names.attention}", layer)),
         (names.post_attention_norm, None),
         (names.pre_mlp_norm, None),
-        (None, _mlp_parameters(shape, f"{block}.{names.mlp}", layer)),
+        (None, _feed_parameters(shape, f"{block}.{names.mlp}", layer)),
         (names.post_mlp_norm, None),
     ):
         if inner is not None:
@@ -195,6 +226,12 @@ def _block_parameters(shape: ModelShape, layer: int) -> Iterator[ParameterSpec]:
 
 def _attention_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[ParameterSpec]:
     names, width, q_width, kv_width = shape.names, shape.hidden_size, shape.query_width, shape.kv_width
+    if shape.latent is not None:
+        std, bias = shape.initializer_range, shape.attention_out_bias
+        yield from latent_parameters(shape.latent, names, module, layer, width, shape.num_heads, std, bias)
+        return
+    if shape.attention_sinks:
+        yield ParameterSpec(f"{module}.{names.sinks}", (shape.num_heads,), "sinks", layer, Normal(shape.initializer_range))
     if names.qkv is not None:
         yield from _linear(shape, f"{module}.{names.qkv}", width, q_width + 2 * kv_width, "qkv", layer, shape.qkv_bias)
     else:
@@ -208,8 +245,19 @@ def _attention_parameters(shape: ModelShape, module: str, layer: int) -> Iterato
         yield from _norm(shape, f"{module}.{names.key_norm}", shape.head_dim if per_head else kv_width, "key_norm", layer)
 
 
-def _mlp_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[ParameterSpec]:
-    names, width, inner = shape.names, shape.hidden_size, shape.intermediate_size
+def _feed_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[ParameterSpec]:
+    if not shape.layers[layer].sparse:
+        yield from _mlp_parameters(shape, module, layer, shape.intermediate_size)
+        return
+    assert shape.experts is not None
+    yield from expert_parameters(shape.experts, shape.names, module, layer, shape.hidden_size, shape.initializer_range)
+    if shape.experts.shared_intermediate_size:
+        shared = f"{module}.{shape.names.shared_experts}"
+        yield from _mlp_parameters(shape, shared, layer, shape.experts.shared_intermediate_size)
+
+
+def _mlp_parameters(shape: ModelShape, module: str, layer: int, inner: int) -> Iterator[ParameterSpec]:
+    names, width = shape.names, shape.hidden_size
     if names.gate_up is not None:
         yield from _linear(shape, f"{module}.{names.gate_up}", width, 2 * inner, "gate_up", layer, shape.mlp_bias)
     else:

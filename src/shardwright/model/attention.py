@@ -26,6 +26,11 @@ class Attention(nn.Module):
         self.head_dim, self.qk_norm, self.qkv_layout = shape.head_dim, shape.qk_norm, shape.qkv_layout
         self.group_size = shape.num_heads // shape.num_kv_heads
         self.soft_cap, self.dropout = shape.attention_soft_cap, shape.attention_dropout
+        self.has_sinks = shape.attention_sinks
+        self.add_projections(shape)
+
+    def add_projections(self, shape: ModelShape) -> None:
+        """Register projections, norms and sinks, in the order of the files."""
         names, width, transposed = shape.names, shape.hidden_size, shape.matrix_layout == "in_out"
         q_width, kv_width = shape.query_width, shape.kv_width
         sizes = {names.query: q_width, names.key: kv_width, names.value: kv_width}
@@ -38,6 +43,9 @@ class Attention(nn.Module):
             per_head = shape.qk_norm == "head"
             for name, full in ((names.query_norm, q_width), (names.key_norm, kv_width)):
                 self.add_module(name, RMSNorm(shape.head_dim if per_head else full, shape.norm_eps, shape.norm_offset))
+        if shape.attention_sinks:
+            assert names.sinks is not None
+            self.register_parameter(names.sinks, nn.Parameter(torch.empty(shape.num_heads)))
 
     def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
         q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD)
@@ -72,7 +80,7 @@ class Attention(nn.Module):
     def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
         mask = context.masks[self.layer.window]
         dropout = dropout if self.dropout > 0.0 else None
-        if self.soft_cap is not None or dropout is not None or context.explicit:
+        if self.soft_cap is not None or self.has_sinks or dropout is not None or context.explicit:
             return self._attend_explicitly(q_BHTE, k_BKSE, v_BKSE, mask, dropout)
         # Of the CUDA kernels only the one without grouped heads takes a mask.
         grouped = self.group_size > 1
@@ -99,7 +107,16 @@ class Attention(nn.Module):
         else:
             scores_BHTS = scores_BHTS + mask
         accumulate = torch.float64 if scores_BHTS.dtype == torch.float64 else torch.float32
-        weights_BHTS = torch.softmax(scores_BHTS, dim=-1, dtype=accumulate).to(v_BHSE.dtype)
+        weights_BHTS = self._softmax(scores_BHTS, accumulate).to(v_BHSE.dtype)
         if dropout is not None:
             weights_BHTS = dropout.drop_attention(weights_BHTS, self.dropout)
         return weights_BHTS @ v_BHSE
+
+    def _softmax(self, scores_BHTS: Tensor, dtype: torch.dtype) -> Tensor:
+        """Over the keys; with sinks, one more logit per head takes its share and gives nothing."""
+        if not self.has_sinks:
+            return torch.softmax(scores_BHTS, dim=-1, dtype=dtype)
+        assert self.names.sinks is not None
+        sinks_H = getattr(self, self.names.sinks).to(scores_BHTS.dtype)
+        sinks_BHT1 = sinks_H[:, None, None].expand(*scores_BHTS.shape[:-1], 1)
+        return torch.softmax(torch.cat([scores_BHTS, sinks_BHT1], dim=-1), dim=-1, dtype=dtype)[..., :-1]

@@ -14,6 +14,8 @@ from shardwright.architecture import ModelShape
 class KeyValueCache:
     """Room for `max_tokens` tokens of every layer; `Decoder.forward(..., cache=...)` fills it and moves `length` on.
 
+    Latent attention keeps latents and the keys' shared rotated part in the place of keys and values.
+
     longrope chooses its factors by `max_tokens`: a document must not change its rotation half way. Give it what the text
     is going to be, prompt and continuation together.
     """
@@ -21,11 +23,12 @@ class KeyValueCache:
     def __init__(
         self, shape: ModelShape, batch_size: int, max_tokens: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        size = (shape.num_layers, batch_size, shape.num_kv_heads, max_tokens, shape.head_dim)
+        num_heads, key_width, value_width = shape.cache_widths
+        size = (shape.num_layers, batch_size, num_heads, max_tokens)
         self.max_tokens = max_tokens
         self.length = 0
-        self._keys = torch.empty(size, dtype=dtype, device=device)
-        self._values = torch.empty(size, dtype=dtype, device=device)
+        self._keys = torch.empty(*size, key_width, dtype=dtype, device=device)
+        self._values = torch.empty(*size, value_width, dtype=dtype, device=device)
 
     def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Hold one layer's new keys and values; returns all of them, `[B, K, S + T, E]`."""

@@ -12,13 +12,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
-from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.architecture import FilePiece, ModelShape, ParameterSpec
 from shardwright.errors import InputError, RunFailed, WeightsError
 from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME
 
@@ -46,6 +47,11 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 """The class that config.json names for each `model_type`."""
 
@@ -70,6 +76,20 @@ class SavedTokenizer(Protocol):
     def save(self, folder: Path) -> None:
         """Write it into a folder."""
         ...
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of the folder: which part of which parameter, and how it is stored."""
+
+    spec: ParameterSpec
+    piece: FilePiece
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.piece.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,7 @@ def write_folder(
 
     Args:
         out: the folder to make; one that holds something already is refused unless `overwrite`.
-        read: a parameter's name to its whole tensor; called once per parameter, in the decoder's order.
+        read: a parameter's name to its whole tensor; called in the decoder's order, once per file that holds any of it.
         dtype: of the stored weights.
         tokenizer: saved into the folder; its ids fill bos, eos and pad where the config says nothing, because transformers
             would otherwise assume those of the family's best-known vocabulary.
@@ -118,7 +138,8 @@ def write_folder(
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        files = _write_weights(partial, shape, read, dtype, max_shard_bytes)
+        tensors = file_tensors(shape.parameters(), dtype)
+        files = _write_weights(partial, tensors, read, max_shard_bytes)
         config = _config(shape, dtype, tokenizer)
         _write_json(partial / "config.json", config)
         if generation_config is None:
@@ -133,56 +154,69 @@ def write_folder(
         raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    specs = shape.parameters()
-    return ExportedFolder(out, tuple(files), len(specs), shape.num_parameters, shape.num_parameters * dtype.itemsize)
+    weights_bytes = sum(tensor.size_bytes for tensor in tensors)
+    return ExportedFolder(out, tuple(files), len(tensors), shape.num_parameters, weights_bytes)
 
 
-def plan_shards(specs: Sequence[ParameterSpec], itemsize: int, max_shard_bytes: int) -> list[list[ParameterSpec]]:
-    """Parameters in order, cut into files of at most `max_shard_bytes`; a larger tensor has a file of its own."""
-    shards: list[list[ParameterSpec]] = []
+def file_tensors(specs: Sequence[ParameterSpec], dtype: torch.dtype) -> list[FileTensor]:
+    """The tensors of a folder in order: stacked experts one by one, and in fp32 what no gradient trains, as transformers has it."""
+    return [FileTensor(spec, piece, dtype if spec.trained else torch.float32) for spec in specs for piece in spec.pieces]
+
+
+def plan_shards(tensors: Sequence[FileTensor], max_shard_bytes: int) -> list[list[FileTensor]]:
+    """Tensors in order, cut into files of at most `max_shard_bytes`; a larger tensor has a file of its own."""
+    shards: list[list[FileTensor]] = []
     room = 0
-    for spec in specs:
-        size = spec.num_elements * itemsize
-        if not shards or size > room:
+    for tensor in tensors:
+        if not shards or tensor.size_bytes > room:
             shards.append([])
             room = max_shard_bytes
-        shards[-1].append(spec)
-        room -= size
+        shards[-1].append(tensor)
+        room -= tensor.size_bytes
     return shards
 
 
-def _write_weights(
-    folder: Path, shape: ModelShape, read: Callable[[str], Tensor], dtype: torch.dtype, max_shard_bytes: int
-) -> list[str]:
-    shards = plan_shards(shape.parameters(), dtype.itemsize, max_shard_bytes)
+def _write_weights(folder: Path, tensors: Sequence[FileTensor], read: Callable[[str], Tensor], max_shard_bytes: int) -> list[str]:
+    shards = plan_shards(tensors, max_shard_bytes)
     names = [WEIGHTS_NAME]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for name, specs in zip(names, shards, strict=True):
+    for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            _write_shard(file, specs, read, dtype)
+            _write_shard(file, shard, read)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
-        weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
-        metadata = {"total_parameters": shape.num_parameters, "total_size": shape.num_parameters * dtype.itemsize}
+        weight_map = {tensor.piece.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        metadata = {
+            "total_parameters": sum(tensor.piece.num_elements for tensor in tensors),
+            "total_size": sum(tensor.size_bytes for tensor in tensors),
+        }
         _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
     return names
 
 
-def _write_shard(file: BinaryIO, specs: Sequence[ParameterSpec], read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
+def _write_shard(file: BinaryIO, tensors: Sequence[FileTensor], read: Callable[[str], Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for spec in specs:
-        end = offset + spec.num_elements * dtype.itemsize
-        header[spec.name] = {"dtype": DTYPES[dtype][0], "shape": list(spec.shape), "data_offsets": [offset, end]}
+    for tensor in tensors:
+        end = offset + tensor.size_bytes
+        header[tensor.piece.name] = {
+            "dtype": DTYPES[tensor.dtype][0],
+            "shape": list(tensor.piece.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, so that a mapped file is aligned
     file.write(len(text).to_bytes(8, "little") + text)
-    for spec in specs:
-        # No name is kept, so that each tensor is gone before the next is read.
-        file.write(_stored(spec, read(spec.name), dtype).view(-1).view(torch.uint8).numpy().data)
+    for spec, group in groupby(tensors, key=lambda tensor: tensor.spec):
+        members = list(group)
+        whole = _stored(spec, read(spec.name), members[0].dtype)
+        for tensor in members:
+            part = whole[tuple(slice(start, stop) for start, stop in tensor.piece.box)].contiguous()
+            file.write(part.view(-1).view(torch.uint8).numpy().data)
+        del whole, part  # each parameter is gone before the next is read
 
 
 def _stored(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:

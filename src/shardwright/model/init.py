@@ -1,5 +1,7 @@
 """Initial weights that depend on a parameter's name and the seed, and on nothing else.
 
+The name is that of a weights file: experts that are stacked here begin as each of them would by itself.
+
 A parameter is covered by tiles of 256 x 256 elements (over its last two dimensions; leading dimensions are walked one matrix
 at a time). Every tile is a stream of its own: the counter-based generator Philox-4x64, keyed by a hash of (seed, name), with
 its 256-bit counter starting at tile_number << 128, so two tiles can never meet. A rank that holds a slice, of rows or of
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.architecture import Normal, Ones, ParameterSpec, Zeros
+from shardwright.architecture import FilePiece, Normal, Ones, ParameterSpec, Zeros
 
 TILE = 256
 """Rows and columns of a tile. Changing it changes every initial weight."""
@@ -59,7 +61,8 @@ def initialise(
         return torch.zeros(lengths, dtype=dtype, device=device)
     if isinstance(init, Normal):
         value = torch.empty(lengths, dtype=dtype)
-        _fill_normal(value, spec.name, spec.shape, bounds, seed, init.std)
+        for piece in spec.pieces:
+            _fill_piece(value, piece, bounds, seed, init.std)
         if init.zero_row is not None and bounds[0][0] <= init.zero_row < bounds[0][1]:
             value[init.zero_row - bounds[0][0]] = 0.0
         return value if device is None else value.to(device)
@@ -80,13 +83,24 @@ def slice_bounds(name: str, shape: Sequence[int], narrow: Narrow | None) -> tupl
     return bounds
 
 
+def _fill_piece(value: Tensor, piece: FilePiece, bounds: tuple[tuple[int, int], ...], seed: int, std: float) -> None:
+    """Draw what `value`, the slice `bounds` of a parameter, has of one tensor of the files."""
+    common = piece.meet(bounds)
+    if common is None:
+        return
+    target = value[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))]
+    inside = tuple((a - first, b - first) for (a, b), (first, _) in zip(common, piece.box, strict=True))
+    leading = len(piece.box) - len(piece.shape)  # one expert of a stack is a tensor of its own in a file
+    _fill_normal(target[(0,) * leading], piece.name, piece.shape, inside[leading:], seed, std)
+
+
 def _fill_normal(
     value: Tensor, name: str, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], seed: int, std: float
 ) -> None:
     """Draw every tile that `bounds` touches and copy the part of it that is asked for."""
     # One row or one number is a matrix too; from here on there are always two dimensions to tile.
     matrix_shape, matrix_bounds = (1, 1, *shape)[-max(2, len(shape)) :], ((0, 1), (0, 1), *bounds)[-max(2, len(bounds)) :]
-    value = value.view([stop - start for start, stop in matrix_bounds])
+    value = value[(None,) * (len(matrix_shape) - len(shape))]
     key = _stream_key(seed, name)
     scale = np.float32(std)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.architecture import ModelShape
+from shardwright.architecture import ModelShape, ParameterSpec
 from shardwright.errors import WeightsError
 from shardwright.model.init import Narrow, slice_bounds
 
@@ -59,6 +59,7 @@ class WeightsFolder:
                 if other != file_name:
                     raise WeightsError(f"{tensor_name} stands in {other} and again in {file_name}", field=str(self.path))
         self._stored_as: dict[str, str] = {}
+        self._stacks: dict[str, ParameterSpec] = {}
         _check_index(self.path, self._file_of)
 
     @property
@@ -85,6 +86,8 @@ class WeightsFolder:
     def check(self, shape: ModelShape) -> None:
         """Hold the folder against a model; must come before `read`, which uses the names found here.
 
+        Stacked experts are looked for one by one, as files hold them.
+
         A base model saved without its root (`layers.0...` for `model.layers.0...`) is taken, as transformers takes it. A tied
         weight may be absent; where it is stored as well it must equal its owner, and where only it is stored it serves as both.
 
@@ -94,12 +97,13 @@ class WeightsFolder:
         """
         self._stored_as = self._match(shape)
         specs = shape.parameters()
-        missing = [f"{spec.name} {list(spec.shape)}" for spec in specs if spec.name not in self._stored_as]
+        pieces = [piece for spec in specs for piece in spec.pieces]
+        missing = [f"{piece.name} {list(piece.shape)}" for piece in pieces if piece.name not in self._stored_as]
         used = set(self._stored_as.values())
         inert = {name for name in self._file_of if name not in used and any(re.search(p, f".{name}") for p in INERT_TENSORS)}
         surplus = [f"{name} {list(self.shape_of(name))}" for name in self.tensor_names if name not in used and name not in inert]
         wrong = []
-        sizes = {spec.name: spec.shape for spec in specs}
+        sizes = {piece.name: piece.shape for piece in pieces}
         for name, stored in self._stored_as.items():
             wanted = sizes[shape.tied.get(name, name)]
             if self.shape_of(stored) != wanted:
@@ -116,6 +120,7 @@ class WeightsFolder:
             )
         if inert:
             logger.info("%s: left %d inert buffers unread, %s for one", self.path, len(inert), min(inert))
+        self._stacks = {spec.name: spec for spec in specs if spec.stored}
         for name, owner in shape.tied.items():
             # Only the head was stored: it is the one matrix of both.
             if self._stored_as.pop(name, None) == self._stored_as[owner]:
@@ -135,6 +140,8 @@ class WeightsFolder:
             name: the model's name for it (`check` found what the file calls it).
             narrow: per dimension (start, length), or None for all of it; only these bytes are read.
         """
+        if name in self._stacks:
+            return self._read_stack(self._stacks[name], narrow, dtype).to(device=device)
         stored = self._stored_as.get(name, name)
         if stored not in self._file_of:
             raise WeightsError(f"no tensor {name}", field=str(self.path))
@@ -145,10 +152,25 @@ class WeightsFolder:
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{stored} cannot be read: {error}", field=self._where(stored)) from error
 
+    def _read_stack(self, spec: ParameterSpec, narrow: Narrow | None, dtype: torch.dtype | None) -> Tensor:
+        """A stack of experts, or the slice of it that a rank holds, from the tensors of the single experts."""
+        bounds = slice_bounds(spec.name, spec.shape, narrow)
+        if dtype is None:
+            dtype = self.dtype_of(self._stored_as[spec.pieces[0].name])
+        stack = torch.empty([stop - start for start, stop in bounds], dtype=dtype)
+        for piece in spec.pieces:
+            common = piece.meet(bounds)
+            if common is None:
+                continue
+            inside = [(a - first, b - a) for (a, b), (first, _) in zip(common[1:], piece.box[1:], strict=True)]
+            target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))
+            stack[target] = self.read(piece.name, narrow=inside, dtype=dtype)
+        return stack
+
     def _match(self, shape: ModelShape) -> dict[str, str]:
         """The model's names -> the files' names, for those that the files hold."""
         root = f"{shape.names.root}."
-        names = [spec.name for spec in shape.parameters()] + list(shape.tied)
+        names = [piece.name for spec in shape.parameters() for piece in spec.pieces] + list(shape.tied)
         found = {name: name for name in names if name in self._file_of}
         rootless = {name: name.removeprefix(root) for name in names if name.startswith(root)}
         found |= {name: short for name, short in rootless.items() if name not in found and short in self._file_of}

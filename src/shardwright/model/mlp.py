@@ -55,13 +55,14 @@ class _Gate(torch.autograd.Function):
 
 
 class FeedForward(nn.Module):
-    """down(activation(gate x) * up x), or down(activation(up x)) without a gate."""
+    """down(activation(gate x) * up x), or down(activation(up x)) without a gate; the model's width unless another is given."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, intermediate_size: int | None = None) -> None:
         super().__init__()
         self.names = names = shape.names
         self.activation = shape.activation
-        width, inner, transposed = shape.hidden_size, shape.intermediate_size, shape.matrix_layout == "in_out"
+        width, transposed = shape.hidden_size, shape.matrix_layout == "in_out"
+        inner = shape.intermediate_size if intermediate_size is None else intermediate_size
         wide = [names.gate_up] if names.gate_up else [names.gate, names.up]
         for name in wide:
             if name is not None:

@@ -212,8 +212,8 @@ def test_cut_keeps_the_odd_features(case: str) -> None:
     assert (small.family, small.num_layers, small.hidden_size, small.vocab_size) == (shape.family, 2, 16, 50)
     assert small.num_heads / small.num_kv_heads == shape.num_heads / shape.num_kv_heads
     assert (small.query_width > small.hidden_size) == (shape.query_width > shape.hidden_size)
-    kinds = {(layer.window is None, layer.rope) for layer in shape.layers}
-    assert {(layer.window is None, layer.rope) for layer in small.layers} == kinds
+    kinds = {(layer.window is None, layer.rope, layer.sparse) for layer in shape.layers}
+    assert {(layer.window is None, layer.rope, layer.sparse) for layer in small.layers} == kinds
     assert all(layer.window is None or layer.window < 8 for layer in small.layers)
     same = ("names", "qk_norm", "tied_embeddings", "qkv_bias", "mlp_bias", "attention_soft_cap", "final_soft_cap", "norm_offset")
     assert all(getattr(small, name) == getattr(shape, name) for name in same)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from shardwright.architecture import ParameterSpec, Zeros, read_config
 from shardwright.architecture.families import FAMILIES
 from shardwright.errors import CheckFailed, InputError, RunFailed, WeightsError
-from shardwright.model.export import ARCHITECTURES, plan_shards, write_folder
+from shardwright.model.export import ARCHITECTURES, file_tensors, plan_shards, write_folder
 from shardwright.model.init import initialise
 from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME, WeightsFolder
 
@@ -106,7 +106,8 @@ def test_index_covers_every_tensor(tmp_path: Path) -> None:
 
 def test_plan_shards_keeps_order_and_limit() -> None:
     specs = [ParameterSpec(str(i), (size,), "up", 0, Zeros()) for i, size in enumerate([3, 3, 5, 20, 1, 1])]
-    cut = [[spec.name for spec in shard] for shard in plan_shards(specs, itemsize=2, max_shard_bytes=12)]
+    tensors = file_tensors(specs, torch.bfloat16)
+    cut = [[tensor.piece.name for tensor in shard] for shard in plan_shards(tensors, max_shard_bytes=12)]
     assert cut == [["0", "1"], ["2"], ["3"], ["4", "5"]]
 
 

@@ -1,0 +1,130 @@
+"""What most families of a config.json spell alike: sizes, biases, windows, layer types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from shardwright.architecture.fields import Fields
+from shardwright.architecture.positions import read_rope_of_model
+from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
+from shardwright.errors import ArchitectureError
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""What files call activations."""
+
+
+def read_llama_like(
+    fields: Fields,
+    *,
+    activation_field: str = "hidden_act",
+    activation: str = "silu",
+    theta: float = 10_000.0,
+    head_dim: int | None = None,
+    fixed_head_dim: bool = False,
+    eps: float = 1e-6,
+    tied: bool = False,
+    kv_heads_default: bool = True,
+    pad: int | None = None,
+    ropes: tuple[RopeShape, ...] | None = None,
+    original_max_positions: int | None = None,
+) -> ModelShape:
+    """What llama, mistral, qwen, phi3, gemma, olmo2, granite and smollm3 spell alike; the arguments are where defaults differ.
+
+    Sizes must stand in the file: a default of another model's size would be a silent guess.
+    """
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    if head_dim is None or not fixed_head_dim:
+        head_dim = fields.integer("head_dim", head_dim or max(1, hidden_size // num_heads))
+    max_positions = fields.integer("max_position_embeddings")
+    num_layers = fields.integer("num_hidden_layers")
+    vocab_size = fields.integer("vocab_size")
+    rope_of_model = partial(read_rope_of_model, fields, head_dim, max_positions, original_max_positions=original_max_positions)
+    may_default = kv_heads_default or "num_key_value_heads" in fields
+    return ModelShape(
+        family="",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads if may_default else None),
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        layers=(LayerShape(attention_scale=head_dim**-0.5, rope=0),) * num_layers,
+        ropes=ropes or (rope_of_model(theta=theta),),
+        activation=fields.choice(activation_field, ACTIVATIONS, activation),
+        norm_eps=fields.number("rms_norm_eps", eps),
+        tied_embeddings=fields.flag("tie_word_embeddings", tied),
+        attention_dropout=fields.probability("attention_dropout"),
+        initializer_range=fields.number("initializer_range", 0.02, exclusive=True),
+        padding_row=_padding_row(fields, pad, vocab_size),
+    )
+
+
+def _padding_row(fields: Fields, default: int | None, vocab_size: int) -> int | None:
+    """The embedding row that starts at zero and that look-ups leave without gradient (torch.nn.Embedding's padding_idx)."""
+    given = "pad_token_id" in fields
+    row = fields.take("pad_token_id", default)
+    if not given and row is not None and row >= vocab_size:
+        # The family's default is a token of its own vocabulary; transformers would trip over it in a smaller one.
+        fields.amended["pad_token_id"] = row = None
+    if row is None:
+        return None
+    if isinstance(row, bool) or not isinstance(row, int) or not -vocab_size <= row < vocab_size:
+        raise ArchitectureError(
+            "the padding token is not in the vocabulary",
+            field="pad_token_id",
+            got=repr(row),
+            allowed=f"null, or 0 to {vocab_size - 1}",
+            remedy="Set it to null, or to a token of the vocabulary",
+        )
+    return row % vocab_size
+
+
+def read_biases(fields: Fields, shape: ModelShape, *, mlp: bool) -> ModelShape:
+    """`attention_bias` on all four projections, `mlp_bias` on all three where the family has the field."""
+    bias = fields.flag("attention_bias", False)
+    return replace(shape, qkv_bias=bias, attention_out_bias=bias, mlp_bias=fields.flag("mlp_bias", False) if mlp else False)
+
+
+def read_one_window(fields: Fields, shape: ModelShape, default: int | None) -> ModelShape:
+    """One `sliding_window` for all layers (null for none)."""
+    window = None if fields.take("sliding_window", default) is None else fields.integer("sliding_window", default)
+    return replace(shape, layers=tuple(replace(layer, window=window) for layer in shape.layers))
+
+
+def read_layer_types(fields: Fields, shape: ModelShape, kinds: list[str], window: int | None) -> ModelShape:
+    """`layer_types`, or `kinds` without them: which layers see only a window."""
+    given = fields.take("layer_types")
+    kinds = kinds if given is None else given
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != shape.num_layers or any(kind not in known for kind in kinds):
+        raise ArchitectureError(
+            "wrong value", field="layer_types", got=repr(kinds), allowed=f"a list of {shape.num_layers} of {', '.join(known)}"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise ArchitectureError(
+            "some layers see a window only, but no window is set",
+            field="layer_types",
+            got=repr(kinds),
+            remedy="Set sliding_window (and use_sliding_window, where the family has it), or full_attention everywhere",
+        )
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    return replace(shape, layers=tuple(replace(layer, window=w) for layer, w in zip(shape.layers, windows, strict=True)))
+
+
+def read_qwen_windows(fields: Fields, shape: ModelShape) -> ModelShape:
+    used, size = fields.flag("use_sliding_window", False), fields.take("sliding_window", 4096)
+    window = fields.integer("sliding_window", 4096) if used and size is not None else None
+    first = fields.integer("max_window_layers", 28, minimum=0)
+    kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(shape.num_layers)]
+    return read_layer_types(fields, shape, kinds, window)

@@ -1,0 +1,151 @@
+"""Which experts a token goes to and what each weighs; the losses and the bias that keep them evenly used.
+
+Two losses act on the router while training. With f_e the chosen share of expert e in a row (its tokens / T, so that a row's
+shares add up to the experts per token), P_e the row's mean probability of e, and E experts:
+
+    balance   E x sum over e of f_e P_e      (Switch Transformer, arXiv 2101.03961, equations 4 to 6, for one row and layer)
+    z         mean over tokens of (logsumexp of the logits)^2      (ST-MoE, arXiv 2202.08906, equation 5)
+
+Both are taken per row, averaged over the sparse layers and over the rows of the global batch: no cut and no accumulation
+changes them. They enter the gradient beside the loss and not through it (`add_to_gradient`), each row with the weight that the
+step says; docs/decisions/0033-expert-losses.md says why.
+
+Legend: B rows, T tokens of a row, N = B x T, E experts, K experts per token, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.architecture import ExpertShape
+
+
+@dataclass(frozen=True)
+class ExpertRules:
+    """How a run keeps experts evenly used.
+
+    `capacity_factor` bounds the tokens that an expert takes of one row: factor x T x K / E, rounded up; None drops nothing.
+    `bias_update_rate` is by how much a step moves each expert's balance bias towards even loads.
+    """
+
+    balance_loss_coefficient: float = 0.0
+    z_loss_coefficient: float = 0.0
+    capacity_factor: float | None = None
+    bias_update_rate: float = 0.0
+
+
+@dataclass
+class RouterStatistics:
+    """What one layer's router did with one micro-batch; sums over its rows, on the device."""
+
+    tokens_E: Tensor
+    """Tokens that chose each expert, before any is dropped."""
+    dropped: Tensor
+    """Choices dropped for want of capacity."""
+    balance: Tensor
+    """Balance losses."""
+    z: Tensor
+    """z losses."""
+
+
+@dataclass
+class RoutingContext:
+    """Training's side of one forward pass: rules, what a row's losses weigh in the gradient, and what was seen.
+
+    `statistics` are kept by layer: a block that is computed again in the backward pass writes its own again and adds nothing.
+    """
+
+    rules: ExpertRules
+    row_weight: Tensor | float
+    num_sparse_layers: int
+    statistics: dict[int, RouterStatistics] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Experts of every token and what each weighs."""
+
+    experts_NK: Tensor
+    """int64; E stands for a choice that was dropped, whose weight is 0."""
+    weights_NK: Tensor
+    has_drops: bool = False
+
+
+def choose_experts(experts: ExpertShape, logits_NE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Chosen experts and their weights, `[N, K]`, and every expert's probability `[N, E]`; precision is that of the logits."""
+    if experts.score == "softmax":
+        scores_NE = probabilities_NE = logits_NE.softmax(-1)
+    else:
+        scores_NE = logits_NE.sigmoid()
+        probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+    with torch.no_grad():
+        ranked_NE = scores_NE if bias_E is None else scores_NE + bias_E.to(scores_NE.dtype)
+        if experts.num_groups > 1:
+            ranked_NE = _within_best_groups(ranked_NE, experts)
+        experts_NK = ranked_NE.topk(experts.experts_per_token, dim=-1).indices
+    weights_NK = scores_NE.gather(1, experts_NK)
+    if experts.normalised:
+        weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + (1e-20 if experts.score == "sigmoid" else 0.0))
+    if experts.weight_scale != 1.0:
+        weights_NK = weights_NK * experts.weight_scale
+    return experts_NK, weights_NK, probabilities_NE
+
+
+def _within_best_groups(ranked_NE: Tensor, experts: ExpertShape) -> Tensor:
+    """-inf for experts outside the token's best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, node-limited routing)."""
+    ranked_NGe = ranked_NE.unflatten(-1, (experts.num_groups, -1))
+    group_NG = ranked_NGe.topk(2, dim=-1).values.sum(-1)
+    outside_NG = torch.ones_like(group_NG, dtype=torch.bool)
+    outside_NG.scatter_(1, group_NG.topk(experts.groups_per_token, dim=-1).indices, False)
+    return ranked_NGe.masked_fill(outside_NG[..., None], float("-inf")).flatten(-2)
+
+
+def within_capacity(experts_BTK: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+    """Which choices fit into the experts' capacity for their row, `[B, T, K]` of booleans.
+
+    Tokens are taken in the order of the row, so that whether a token is dropped depends on none that follows it, as with
+    everything else in a causal model.
+    """
+    num_tokens, per_token = experts_BTK.shape[1:]
+    capacity = math.ceil(capacity_factor * num_tokens * per_token / num_experts)
+    chosen_BTE = F.one_hot(experts_BTK, num_experts).sum(2)
+    place_BTE = chosen_BTE.cumsum(1)
+    return place_BTE.gather(2, experts_BTK) <= capacity
+
+
+def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs, `[E]`, int64; drops (E itself) are not counted."""
+    flat = experts.flatten()
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    return counts[:num_experts]
+
+
+def count_tokens_by_row(experts_BTK: Tensor, num_experts: int) -> Tensor:
+    """The same for each row, `[B, E]`."""
+    flat_BM = experts_BTK.flatten(1)
+    counts = flat_BM.new_zeros(flat_BM.shape[0], num_experts).scatter_add_(1, flat_BM, torch.ones_like(flat_BM))
+    return counts
+
+
+def add_to_gradient(x: Tensor, loss: Tensor, weight: Tensor | float) -> Tensor:
+    """`x` as it is; its backward pass also differentiates weight x loss."""
+    added: Tensor = _AddToGradient.apply(x, loss, weight)
+    return added
+
+
+class _AddToGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor | float) -> Tensor:
+        ctx.weight, ctx.like = weight, (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.like
+        return gradients[0], torch.as_tensor(ctx.weight, dtype=dtype, device=device), None
