@@ -43,7 +43,7 @@ FRAMEWORKS: dict[str, Framework] = {
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": Framework(
-        Engine("megatron-core", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, overlaps_tensor=True),
+        Engine("megatron-core", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
     ),
     "megatron-lm": Framework(
         Engine("megatron-lm", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),

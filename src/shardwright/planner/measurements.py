@@ -50,7 +50,7 @@ NOTE_KEYS: dict[str, str] = {
     "gradients": r"(fp32 grad accumulation)",
     "packed": r"(packed sequences)",
     "offload": r"(CPU offload)",
-    "fabric": r"(EFA|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
+    "fabric": r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
     "half_weights": r"(bf16-true)",
     "muon": r"(Muon)",
 }
@@ -72,7 +72,8 @@ class Case:
     metric: MemoryMetric = "device"
     recompute_stated: bool = True
     micro_batch_stated: bool = True
-    kernel: str = ""
+    features: tuple[str, ...] = ()
+    """Kernels and settings that have efficiencies of their own, in words of `efficiencies.yaml`."""
 
 
 def configuration(row: Mapping[str, str]) -> dict[str, str]:
@@ -142,7 +143,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         metric=_metric(row["mem_metric"]),
         recompute_stated=recompute is not None,
         micro_batch_stated=micro is not None,
-        kernel=row["notes.kernel"],
+        features=_features(row),
     )
 
 
@@ -246,8 +247,6 @@ def _engine(row: Mapping[str, str], framework: Framework) -> Engine:
         engine = replace(engine, reduce_bytes=2.0)
     if row["notes.gradients"] and engine.gradient_bytes:
         engine = replace(engine, gradient_bytes=4.0, reduce_bytes=4.0)
-    if row["notes.async_tp"]:
-        engine = replace(engine, overlaps_tensor=True)
     return engine
 
 
@@ -262,6 +261,11 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
     if row["notes.trainable"]:
         return Adapter(rank=8, roles=_QUERY_VALUE, quantised=quantised)
     return Adapter(rank=16, quantised=quantised)
+
+
+def _features(row: Mapping[str, str]) -> tuple[str, ...]:
+    named = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
+    return tuple(name for name in named if name)
 
 
 def _metric(text: str) -> MemoryMetric:

@@ -251,14 +251,14 @@ def _from_columns(row: Mapping[str, str], name: str, tied: bool | None, expert_w
         experts=experts,
     )
     stated = float(row.get("params_b") or 0) * 1e9
-    return shape if tied is not None or not stated else _nearer_in_size(shape, stated)
+    return shape if tied is not None or not stated or not shape.tied_embeddings else _nearer_in_size(shape, stated)
 
 
 def _nearer_in_size(shape: ModelShape, stated: float) -> ModelShape:
-    """The shape with embeddings tied or not, whichever has nearer the stated number of parameters; in doubt, as it is."""
-    other = replace(shape, tied_embeddings=not shape.tied_embeddings)
-    here, there = abs(shape.num_parameters / stated - 1), abs(other.num_parameters / stated - 1)
-    return other if there < 0.5 * here and here > 0.02 else shape
+    """The shape with a head of its own where that brings it much nearer to the stated number of parameters."""
+    untied = replace(shape, tied_embeddings=False)
+    tied_error, untied_error = (abs(each.num_parameters / stated - 1) for each in (shape, untied))
+    return untied if untied_error < 0.5 * tied_error and tied_error > 0.004 else shape
 
 
 def _depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:

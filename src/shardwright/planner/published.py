@@ -1,0 +1,62 @@
+"""Predictions for published rows: what a row leaves unsaid is what its users would have picked. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwright.planner.achieved import Efficiencies, load_efficiencies
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.measurements import Case
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.simulate import predict
+from shardwright.units import GIB_BYTES
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Tried where a row does not say; the fastest that fits is taken."""
+
+
+@dataclass(frozen=True)
+class PredictedRow:
+    """What `predict` writes of one row."""
+
+    id: str
+    tokens_per_second_per_gpu: float
+    memory_gib: float
+    fits: bool
+
+    def as_row(self) -> dict[str, str]:
+        """In the words of the table: pred_tok is tokens/s per GPU, pred_mem GiB per GPU."""
+        return {
+            "id": self.id,
+            "pred_tok": f"{self.tokens_per_second_per_gpu:.6g}",
+            "pred_mem": f"{self.memory_gib:.4g}",
+            "fits": str(int(self.fits)),
+        }
+
+
+def predict_row(case: Case, efficiencies: Efficiencies | None = None) -> PredictedRow:
+    """One row's throughput, memory in the row's own metric, and whether it fits."""
+    prediction = predict_case(case, efficiencies)
+    memory = {"allocated": prediction.memory.live, "reserved": prediction.memory.reserved, "device": prediction.memory.total}
+    return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory[case.metric] / GIB_BYTES, prediction.fits)
+
+
+def predict_case(case: Case, efficiencies: Efficiencies | None = None) -> Prediction:
+    """The row's configuration; of what it does not state, the fastest choice that fits (the leanest where none does)."""
+    achieved = (efficiencies or load_efficiencies()).of(case.cluster.accelerator, case.framework, case.features)
+    tried = [predict(case.shape, candidate, case.cluster, achieved) for candidate in choices(case)]
+    fitting = [prediction for prediction in tried if prediction.fits]
+    if fitting:
+        return max(fitting, key=lambda prediction: prediction.tokens_per_second)
+    return min(tried, key=lambda prediction: prediction.memory.total)
+
+
+def choices(case: Case) -> Iterator[Candidate]:
+    """The row's candidate, with every recomputation and micro batch that it may have had."""
+    stated = case.candidate
+    per_rank = stated.micro_batch_size * stated.gradient_accumulation_steps
+    sizes = [stated.micro_batch_size] if case.micro_batch_stated else [m for m in MICRO_BATCHES if per_rank % m == 0] or [1]
+    for recompute in (stated.recompute,) if case.recompute_stated else ("none", "selective", "full"):
+        for size in sizes:
+            yield replace(stated, recompute=recompute, micro_batch_size=size, gradient_accumulation_steps=max(1, per_rank // size))

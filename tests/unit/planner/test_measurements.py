@@ -1,0 +1,158 @@
+"""Published rows in the planner's terms: what is read, what is blanked, and what is taken where a row is silent."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwright.errors import DataError, InputError
+from shardwright.planner.measurements import CONFIGURATION, configuration, read_case, read_cases, read_rows
+from shardwright.planner.named_models import shape_of_row
+
+ROW = {
+    "id": "some-0001",
+    "source_group": "some-source",
+    "source": "a table",
+    "model_name": "LLaMA-13B-arch",
+    "params_b": "13.0",
+    "layers": "40",
+    "hidden": "5120",
+    "heads": "40",
+    "kv_heads": "40",
+    "ffn_hidden": "13824",
+    "vocab": "32000",
+    "seq_len": "2048",
+    "num_experts": "",
+    "top_k": "",
+    "gpu": "A100-80GB-SXM",
+    "gpus": "64",
+    "gpus_per_node": "8",
+    "tp": "2",
+    "pp": "4",
+    "cp": "1",
+    "ep": "",
+    "dp": "8",
+    "virtual_pp": "",
+    "zero_stage": "1",
+    "micro_batch": "2",
+    "global_batch": "512",
+    "recompute": "none",
+    "sequence_parallel": "no",
+    "precision": "bf16",
+    "flash_attention": "yes",
+    "compile": "",
+    "notes": "kernel=flash_attention2 + RMS kernel; grad_accum=32",
+    "task": "pretrain",
+    "mem_metric": "",
+}
+
+OUTCOMES = {
+    "tokens_per_sec_per_gpu": "3210",
+    "model_tflops_per_gpu": "199",
+    "utilisation_as_reported": "MFU 63%",
+    "step_time_s": "12.5",
+    "peak_memory_gib_per_gpu": "77.7",
+    "hw_tflops_per_gpu": "250",
+    "flops_convention": "model",
+    "derived_tokens_per_sec_per_gpu": "3210",
+    "verification": "read twice",
+}
+
+
+def test_results_and_words_that_tell_the_outcome_never_get_past_the_door() -> None:
+    plain = configuration(ROW)
+    notes = ROW["notes"]
+    for words in ("OOM; ", "CRASHED/OOM (source does not separate OOM from other crash or timeout); ", "aggregate 4.4 PFLOP/s; "):
+        told = configuration(ROW | OUTCOMES | {"id": "oom-0001", "notes": words + notes + "; 12.3 min per 1k iterations"})
+        assert told == plain
+    assert not any("OOM" in value or "PFLOP" in value for value in plain.values())
+    assert set(OUTCOMES).isdisjoint(CONFIGURATION)
+
+
+def test_a_row_becomes_layout_batch_cluster_and_trainer() -> None:
+    case = read_case("x", configuration(ROW))
+    layout, candidate = case.candidate.layout, case.candidate
+    assert (layout.tp, layout.pp, layout.dp_shard, layout.zero_stage, layout.world_size) == (2, 4, 8, 1, 64)
+    assert (candidate.micro_batch_size, candidate.gradient_accumulation_steps, candidate.global_batch_size) == (2, 32, 512)
+    assert not layout.sequence_parallel
+    assert case.cluster.name == "8 x 8xA100-80GB-SXM over ib200"
+    assert case.features == ("flash_attention2 + RMS kernel",)
+    assert case.framework == "megatron-core", "a cut model whose trainer is not named is taken as Megatron's"
+    assert case.recompute_stated
+    assert case.micro_batch_stated
+
+
+def test_what_is_not_stated_is_left_to_the_planner() -> None:
+    case = read_case("x", configuration(ROW | {"recompute": "unknown", "micro_batch": "", "zero_stage": "unknown"}))
+    assert not case.recompute_stated
+    assert not case.micro_batch_stated
+    assert case.candidate.layout.zero_stage == 1, "Megatron's distributed optimizer"
+    assert case.candidate.global_batch_size == 512
+
+
+@pytest.mark.parametrize(
+    ("note", "link"),
+    [
+        ("EFA inter-node", "efa-p5"),
+        ("Jean-Zay A100 8/node 4xOmni-Path 100Gbps", "4xopa100"),
+        ("NDm A100 v4, 8x200Gbps IB/node", "8xib200"),
+        ("FSDP mixed_precision=DEFAULT; A100 interconnect 1600Gbps RoCE/node", "8xroce200"),
+        ("FSDP mixed_precision=DEFAULT; A100 interconnect 1600Gbps RoCE/node n/a (H100 table)", "ib200"),
+        ("nothing of it", "ib200"),
+    ],
+)
+def test_the_network_between_nodes(note: str, link: str) -> None:
+    cluster = read_case("x", configuration(ROW | {"notes": note})).cluster
+    assert cluster.inter is not None
+    assert cluster.inter.name == link
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "billions"),
+    [
+        ("MPT-7b", "32 4096 32 32 16384 50368", 6.66),
+        ("GPT-145.6B", "80 12288 96 96 49152 51200", 145.6),
+        ("Llama-3-70B", "80 8192 64 8 28672 128256", 70.55),
+        ("Nemotron-4-340B", "96 18432 96 8 73728 256000", 341.0),
+        ("GPT-462B", "112 18432 144 144 73728 131072", 462.0),
+        ("DeepSeek-V3", "", 671.0),
+        ("Qwen3-235B-A22B", "", 235.1),
+        ("GPT-OSS-120B", "", 116.8),
+        ("Llama-4-Maverick-400B", "", 400.7),
+    ],
+)
+def test_shapes_have_as_many_parameters_as_their_models(name: str, sizes: str, billions: float) -> None:
+    columns = dict(zip(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab"), sizes.split(), strict=False))
+    blank = dict.fromkeys(ROW, "")
+    shape = shape_of_row(blank | columns | {"model_name": name, "params_b": str(billions), "seq_len": "2048"})
+    assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.006)
+
+
+def test_a_model_of_which_nothing_is_known_is_refused() -> None:
+    blank = dict.fromkeys(ROW, "")
+    with pytest.raises(InputError, match="how large it is"):
+        shape_of_row(blank | {"model_name": "Mystery"})
+
+
+def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("id,model\n1,x\n")
+    with pytest.raises(DataError, match="no table of measurements"):
+        read_rows(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+
+
+def test_every_published_row_can_be_read() -> None:
+    folder = os.environ.get("SHARDWRIGHT_PUBLISHED")
+    if not folder:
+        pytest.skip("SHARDWRIGHT_PUBLISHED names no folder of published measurements")
+    for name in ("measurements.csv", "failures.csv"):
+        path = Path(folder) / name
+        with open(path, encoding="utf-8", newline="") as file:
+            gpus = {row["id"]: int(row["gpus"]) for row in csv.DictReader(file)}
+        for case in read_cases(path):
+            assert case.candidate.layout.world_size == gpus[case.id] == case.cluster.num_gpus, case.id
