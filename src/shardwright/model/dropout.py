@@ -62,13 +62,21 @@ class Dropout:
         keys_BT = _mix(self.keys_BT ^ site.value)
         return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate)
 
-    def drop_attention(self, weights_BHTS: Tensor, rate: float) -> Tensor:
-        """The same for attention weights: one decision for each sample, head, query and key."""
+    def drop_attention(
+        self, weights_BHTS: Tensor, rate: float, *, first_head: int = 0, key_places_S: Tensor | None = None
+    ) -> Tensor:
+        """The same for attention weights: one decision for each sample, head, query and key.
+
+        Args:
+            first_head: number in the whole model of the first head given.
+            key_places_S: the keys' places in the row; None is 0, 1, 2...
+        """
         _, num_heads, _, num_keys = weights_BHTS.shape
         device = weights_BHTS.device
         keys_BT = _mix(self.keys_BT ^ Site.ATTENTION.value)
-        keys_BHT = _combine(keys_BT[:, None], _numbers(num_heads, device)[:, None])
-        return _apply(weights_BHTS, _combine(keys_BHT[..., None], _numbers(num_keys, device)), rate)
+        keys_BHT = _combine(keys_BT[:, None], _numbers(num_heads, device, first_head)[:, None])
+        numbers_S = _numbers(num_keys, device) if key_places_S is None else key_places_S.to(torch.int32) + 1
+        return _apply(weights_BHTS, _combine(keys_BHT[..., None], numbers_S), rate)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -87,8 +95,8 @@ def _combine(keys: Tensor, numbers: Tensor) -> Tensor:
     return _mix(keys ^ _mix(numbers))
 
 
-def _numbers(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, count + 1, dtype=torch.int32, device=device)
+def _numbers(count: int, device: torch.device, first: int = 0) -> Tensor:
+    return torch.arange(first + 1, first + count + 1, dtype=torch.int32, device=device)
 
 
 def _signed(value: int) -> int:

@@ -128,3 +128,13 @@ def test_every_rate_acts_and_only_with_a_key(case: str, fields: dict[str, float]
     assert torch.equal(with_rate(ids_BT), without(ids_BT))
     assert torch.equal(without(ids_BT, dropout=key), without(ids_BT))
     assert not torch.allclose(with_rate(ids_BT, dropout=key), without(ids_BT), rtol=1e-2)
+
+
+def test_a_share_of_the_heads_and_keys_is_dropped_as_in_the_whole() -> None:
+    ones = torch.ones(4, 6, 64, 64)
+    whole = dropout().drop_attention(ones, 0.3)
+    places = torch.tensor([3, 60, 17])
+    part = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=2, key_places_S=places)
+    assert torch.equal(part, whole[:, 2:5][..., places])
+    later = dropout().drop_attention(ones[:, 2:5, :, :3], 0.3, first_head=3, key_places_S=places)
+    assert not torch.equal(later, part)
