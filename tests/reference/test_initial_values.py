@@ -27,9 +27,10 @@ def test_every_parameter_begins_as_theirs(family: str, padded: bool, tmp_path: P
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
     theirs = load_file(tmp_path / "model.safetensors")
     specs = read_config(config).parameters()
-    assert {spec.name for spec in specs} == set(theirs)
-    for spec in specs:
-        tensor = theirs[spec.name]
+    pieces = [(spec, piece.name) for spec in specs for piece in spec.pieces]
+    assert {name for _, name in pieces} == set(theirs)
+    for spec, name in pieces:
+        tensor = theirs[name]
         if not isinstance(spec.init, Normal):
             assert torch.equal(tensor, torch.full_like(tensor, float(isinstance(spec.init, Ones)))), spec.name
             continue

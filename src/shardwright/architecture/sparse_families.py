@@ -19,7 +19,7 @@ from shardwright.errors import ArchitectureError
 
 def _experts(fields: Fields, *, count: str, per_token: int | None, coefficient: float | None, **more: Any) -> ExpertShape:
     """The mixture under the names that the families share; `more` are `ExpertShape`'s fields."""
-    num_experts = fields.integer(count)
+    num_experts = _num_experts(fields, count)
     experts_per_token = fields.integer("num_experts_per_tok", per_token)
     if experts_per_token > num_experts:
         raise ArchitectureError(
@@ -32,6 +32,15 @@ def _experts(fields: Fields, *, count: str, per_token: int | None, coefficient: 
     if coefficient is not None:
         coefficient = fields.number("router_aux_loss_coef", coefficient)
     return ExpertShape(num_experts, experts_per_token, balance_loss_coefficient=coefficient, **more)
+
+
+def _num_experts(fields: Fields, count: str) -> int:
+    """The number of experts under the family's name for it, or under one of those that transformers takes as well and writes."""
+    spellings = [name for name in (count, "num_local_experts", "num_experts") if fields.take(name) is not None]
+    numbers = {fields.integer(name) for name in spellings or [count]}
+    if len(numbers) > 1:
+        raise ArchitectureError("the spellings of one number contradict each other", field=spellings[1], got=str(sorted(numbers)))
+    return numbers.pop()
 
 
 def _sparse(shape: ModelShape, experts: ExpertShape, sparse: list[bool] | None = None) -> ModelShape:
@@ -151,7 +160,7 @@ def _deepseek_v3(fields: Fields) -> ModelShape:
         )
     bias = fields.flag("attention_bias", False)
     scale = _latent_scale(fields, shape.head_dim)
-    moe_inner, num_experts = fields.integer("moe_intermediate_size", 2048), fields.integer("n_routed_experts")
+    moe_inner, num_experts = fields.integer("moe_intermediate_size", 2048), _num_experts(fields, "n_routed_experts")
     experts = _experts(
         fields,
         count="n_routed_experts",
@@ -203,7 +212,7 @@ def _groups(fields: Fields, num_experts: int, experts_per_token: int) -> dict[st
             "groups hold equally many experts, at least two",
             field="n_group",
             got=num_groups,
-            allowed=f"a divisor of {num_experts} (n_routed_experts), at most {num_experts // 2}",
+            allowed=f"a divisor of the {num_experts} experts, at most {num_experts // 2}",
         )
     if per_token > num_groups or per_token * (num_experts // num_groups) < experts_per_token:
         raise ArchitectureError(
