@@ -7,7 +7,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 PYTEST := $(BIN)/python -m pytest
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test check test-all bench gpu format clean
+.PHONY: help setup demo test check test-all verify-all bench gpu format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -39,6 +39,9 @@ check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
 
 test-all: $(STAMP) ## everything: the full layout matrix, soaks and fuzzers too
 	@$(PYTEST)
+
+verify-all: $(STAMP) ## gradients of every cut, pair and product against one process: the whole matrix
+	@$(BIN)/shardwright verify --all
 
 bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks
 	@$(BIN)/python -m benchmarks.cpu --publish

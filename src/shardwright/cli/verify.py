@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, ExitCode, InputError
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def verify_command(
-    recipe: RecipePath,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False)
+    ] = None,
     layouts: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,9 +48,18 @@ def verify_command(
     full: Annotated[
         bool, typer.Option("--full", help="The whole product of accumulation, recompute, tying and dropout, not three cases of it.")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Small models of three makes under every cut and the products of them, in float32.")
+    ] = False,
+    most_ranks: Annotated[int, typer.Option("--max-ranks", min=2, help="With --all: most ranks of a layout.")] = 16,
     json_output: JsonOutput = False,
 ) -> None:
     """Compare loss, raw gradients, norm and updated weights of layouts with one process; exit code 1 if any differs."""
+    if everything:
+        _verify_everything(recipe, most_ranks, json_output)
+        return
+    if recipe is None:
+        raise InputError("a recipe is missing", field="RECIPE", remedy="Name a YAML file, or verify small models with --all")
     checked = load_recipe(recipe, overrides or [])
     # Torch comes in only now: a wrong recipe is told at once.
     from rich.console import Console
@@ -83,6 +95,51 @@ def verify_command(
         if json_output:  # the report is the one object on standard output
             raise typer.Exit(ExitCode.CHECK_FAILED)
         raise CheckFailed(f"{len(failed)} of {len(report.cells)} cells differ from one process")
+
+
+def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) -> None:
+    """Every cell of the matrix as a row of its own, as it comes."""
+    from rich.console import Console
+
+    from shardwright.verify.grid import all_cells
+    from shardwright.verify.matrix import SCHEMA_VERSION, GridRow, verify_grid
+    from shardwright.verify.pool import RankPool
+
+    if recipe is not None:
+        raise InputError(
+            "the matrix brings its own models", field="RECIPE", got=str(recipe), remedy="Leave it out, or leave --all out"
+        )
+    console = Console(stderr=json_output)
+
+    def tell(row: GridRow) -> None:
+        cell, result = row.cell, row.result
+        where = f"{cell.model:6} {cell.layout!s:62} {cell.case!s:56}"
+        if result is None:
+            console.print(f"{where} refused: {cell.refusal}", style="dim", markup=False, highlight=False, soft_wrap=True)
+            return
+        error = max((finding.error for finding in result.findings if finding.allowed > 0.0), default=float("nan"))
+        outcome = f"{error:.1e} pass" if row.passed else f"{error:.1e} FAIL {result.failure or _failed(result)}"
+        console.print(f"{where} {outcome}", style="" if row.passed else "red", markup=False, highlight=False, soft_wrap=True)
+
+    with RankPool(timeout_seconds=300.0) as pool:
+        rows = verify_grid(all_cells(most_ranks), pool, told=tell)
+    run = [row for row in rows if row.result is not None]
+    failed = [row for row in rows if not row.passed]
+    console.print(
+        f"{len(run)} cells run, {len(run) - len(failed)} passed; {len(rows) - len(run)} layouts refused by the recipe's own rule"
+    )
+    if json_output:
+        told = {"schema_version": SCHEMA_VERSION, "passed": not failed, "cells": [row.as_dict() for row in rows]}
+        sys.stdout.write(json.dumps(told) + "\n")
+        if failed:
+            raise typer.Exit(ExitCode.CHECK_FAILED)
+    elif failed:
+        raise CheckFailed(f"{len(failed)} of {len(run)} cells differ from one process")
+
+
+def _failed(result: CellResult) -> str:
+    """What failed in a cell, in one line."""
+    return "; ".join(f"{f.quantity}, {f.subject}: {f.error:.2e}" for f in result.findings if not f.passed)
 
 
 def _show(report: Report, console: Console) -> None:

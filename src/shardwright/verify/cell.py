@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from shardwright.model.init import initialise
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.apply import local_part, narrow
 from shardwright.plan import Plan
 from shardwright.train.step import StepLoss, accumulate_gradients, update
 from shardwright.verify.oracle import GRADIENT_STEPS, LEARNING_RATES, NUM_STEPS, SGD_LEARNING_RATE, WEIGHT_DECAY, Problem
@@ -183,8 +184,11 @@ def _accumulate(problem: Problem, layout: Layout, model: ParallelModel, step: in
 
 def _compare_gradients(model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float) -> Finding:
     wanted = _select(reference, f"gradient.{step}.")
-    pairs = ((name, model.full_gradient(name), wanted.get(name)) for name in model.layouts)
-    return _worst("gradient", pairs, wanted, float(reference["norm"][step]), allowed)
+    scale = float(reference["norm"][step])
+    whole = ((name, model.full_gradient(name), wanted.get(name)) for name in model.layouts)
+    finding = _worst("gradient", whole, wanted, scale, allowed)
+    held_here = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return _worse(finding, _compare_held("gradient", model, held_here, wanted, scale, allowed))
 
 
 def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -194,8 +198,35 @@ def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _compare_weights(quantity: str, model: ParallelModel, reference: dict[str, Tensor], run: str, allowed: float) -> Finding:
     wanted = _select(reference, f"{run}.")
     scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in wanted.values()))
-    pairs = ((name, model.full_parameter(name), wanted.get(name)) for name in model.layouts)
-    return _worst(quantity, pairs, wanted, scale, allowed)
+    whole = ((name, model.full_parameter(name), wanted.get(name)) for name in model.layouts)
+    finding = _worst(quantity, whole, wanted, scale, allowed)
+    held_here = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return _worse(finding, _compare_held(quantity, model, held_here, wanted, scale, allowed))
+
+
+def _compare_held(
+    quantity: str, model: ParallelModel, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], scale: float, allowed: float
+) -> Finding:
+    """What this rank itself holds, box by box: whole tensors are put together from one copy, and the others must be equal."""
+    worst = Finding(quantity, "every parameter", 0.0, allowed)
+    for name, tensor in tensors.items():
+        want, local = wanted.get(name), local_part(tensor).double()
+        if want is None:
+            continue  # told by the comparison of whole tensors
+        boxes = model.held(name)
+        squares = [(narrow(local, box.local) - narrow(want, box.whole).double()).square().sum() for box in boxes]
+        distance, size = math.sqrt(float(sum(squares))), float(want.double().norm())
+        subject = f"{name}, copy of rank {_rank(model.layout)}"
+        if size <= NEARLY_ZERO * scale:
+            worst = _worse(worst, Finding(quantity, f"{subject} (absolute)", distance, NEARLY_ZERO * scale))
+        else:
+            worst = _worse(worst, Finding(quantity, subject, distance / size, allowed))
+    return worst
+
+
+def _worse(one: Finding, other: Finding) -> Finding:
+    """The finding that is further off."""
+    return max(one, other, key=lambda finding: finding.severity)
 
 
 def _worst(
@@ -209,7 +240,7 @@ def _worst(
     worst, seen = Finding(quantity, "every parameter", 0.0, allowed), set()
     for name, got, want in pairs:
         seen.add(name)
-        worst = max(worst, _compare_tensor(quantity, name, got, want, scale, allowed), key=lambda finding: finding.severity)
+        worst = _worse(worst, _compare_tensor(quantity, name, got, want, scale, allowed))
     missing = sorted(set(wanted) - seen)
     return Finding(quantity, f"{missing[0]}: absent", math.inf, allowed) if missing else worst
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.config import Recipe
+from shardwright.config.schema import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
 from shardwright.plan import BatchPlan
 from shardwright.train.preflight import match_frozen
 from shardwright.verify.cases import Case, Dtype
 from shardwright.verify.cell import Finding, Mutation, verify_cell
+from shardwright.verify.grid import SEQUENCE_LENGTH, Cell, by_reference, shape_of_model
 from shardwright.verify.oracle import Problem, write_reference
 from shardwright.verify.pool import RankPool
 
@@ -89,6 +91,55 @@ class Report:
             "micro_batch_size": MICRO_BATCH_SIZE,
             "cells": [cell.as_dict() for cell in self.cells],
         }
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """A cell of the whole matrix and what came out; no result where the recipe's rule refuses the layout for the model."""
+
+    cell: Cell
+    result: CellResult | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether it passed; a refusal is no failure."""
+        return self.result is None or self.result.passed
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON."""
+        told: dict[str, Any] = {"model": self.cell.model, "layout": str(self.cell.layout), "refused": self.cell.refusal}
+        return told if self.result is None else told | self.result.as_dict()
+
+
+def verify_grid(
+    cells: Iterable[Cell], pool: RankPool, *, dtype: Dtype = "float32", told: Callable[[GridRow], None]
+) -> list[GridRow]:
+    """Run cells of the whole matrix; one reference serves all layouts that read the same batch.
+
+    Args:
+        told: gets every row as it comes.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
+        path = Path(folder, "reference.safetensors")
+        for (model, case, data_ranks), alike in by_reference(cells).items():
+            problem = Problem(
+                shape=shape_of_model(model),
+                frozen=frozenset(),
+                attention="auto",
+                optimizer=OptimizerSection(),
+                batch=BatchPlan(SEQUENCE_LENGTH, MICRO_BATCH_SIZE, case.accumulation, data_ranks),
+                case=case,
+                dtype=dtype,
+                seed=0,
+            )
+            if any(cell.refusal is None for cell in alike):
+                pool.run(1, write_reference, problem, path)
+            for cell in alike:
+                row = GridRow(cell, _run_cell(problem, cell.layout, path, pool, None) if cell.refusal is None else None)
+                rows.append(row)
+                told(row)
+    return rows
 
 
 def shape_of(recipe: Recipe) -> ModelShape:

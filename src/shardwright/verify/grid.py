@@ -1,0 +1,223 @@
+"""The whole matrix: three small models under every cut, every pair of cuts and the triples and more that make 3D and 4D layouts.
+
+A cell is a model, a layout and a way of computing a step. `make verify-all` runs all of them; `covering` picks few in which every
+two properties still meet, for every day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.errors import LayoutError
+from shardwright.layout import CpMethod, Layout
+from shardwright.layout.degrees import ZeroStage
+from shardwright.placement import check
+from shardwright.verify.cases import Case
+
+SEQUENCE_LENGTH = 16
+
+_LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "llama", "intermediate_size": 48, **_LLAMA_LIKE},
+    "tied": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
+    "moe": {
+        "model_type": "qwen3_moe",
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.0,
+        **_LLAMA_LIKE,
+    },
+}
+"""Grouped key-value heads, tied embeddings with fused projections and learned positions, experts with norms on heads."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
+STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+
+CASES = (
+    Case(1, "none", dropout=False, documents=True),
+    Case(2, "full", dropout=True, documents=True),
+    Case(3, "selective", dropout=True, documents=False),
+    Case(1, "full", dropout=False, documents=False),
+    Case(2, "none", dropout=True, documents=False),
+    Case(3, "full", dropout=True, documents=False),
+    Case(1, "selective", dropout=True, documents=True),
+    Case(2, "selective", dropout=False, documents=True),
+    Case(3, "none", dropout=False, documents=True),
+)
+"""Ways of computing, in which any two options of any two kinds meet; `tied` is the model's, pipelines take more micro-batches."""
+
+CELLS_PER_LAYOUT = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix; `refusal` says why the recipe's own rule does not take the layout for this model."""
+
+    model: str
+    layout: Layout
+    case: Case
+    refusal: str | None = None
+
+    @cached_property
+    def properties(self) -> frozenset[str]:
+        """What stands in it, for choosing cells that cover pairs."""
+        layout, case = self.layout, self.case
+        found = {f"model {self.model}", f"accumulation {min(case.accumulation, 3)}", f"recompute {case.recompute}"}
+        found |= {f"dropout {case.dropout}", f"documents {case.documents}", f"zero_stage {layout.zero_stage}"}
+        found |= {axis for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep") if layout.degree(axis) > 1}
+        if layout.tp > 1:
+            found.add(f"sequence_parallel {layout.sequence_parallel}")
+        if layout.pp > 1:
+            found.add(layout.schedule)
+        if layout.cp > 1:
+            found.add(layout.cp_method)
+        return frozenset(found)
+
+
+def shape_of_model(name: str) -> ModelShape:
+    """The shape of one of `MODELS`."""
+    return read_config(MODELS[name])
+
+
+def layouts(max_ranks: int = 16) -> list[Layout]:
+    """Every layout of the matrix that takes 2 to `max_ranks` ranks: single cuts, pairs, triples and all four at once."""
+    found = [*_single_cuts(), *_pairs(), *_triples(), *_all_at_once()]
+    return [layout for layout in dict.fromkeys(found) if 1 < layout.world_size <= max_ranks]
+
+
+def _single_cuts() -> Iterator[Layout]:
+    yield Layout(dp_replicate=2)
+    yield from (Layout(dp_shard=2, zero_stage=stage) for stage in STAGES)
+    yield Layout(dp_shard=3, zero_stage=3)
+    yield from (Layout(tp=degree, sequence_parallel=sequence) for degree in (2, 4) for sequence in (True, False))
+    yield from (Layout(pp=2, schedule=schedule) for schedule in SCHEDULES)
+    yield Layout(pp=4)
+    yield from (Layout(cp=2, cp_method=method) for method in METHODS)
+    yield Layout(cp=2, zero_stage=3, cp_method="ring")
+    yield Layout(cp=4, zero_stage=1, cp_method="all_gather")
+    yield from (Layout(dp_shard=2, ep=2, zero_stage=stage) for stage in STAGES)
+    yield Layout(dp_shard=4, ep=4, zero_stage=3)
+
+
+def _pairs() -> Iterator[Layout]:
+    for stage in STAGES:
+        yield Layout(dp_replicate=2, dp_shard=2, zero_stage=stage)
+        yield Layout(dp_shard=2, tp=2, zero_stage=stage, sequence_parallel=stage != 2)
+        yield Layout(dp_shard=2, cp=2, zero_stage=stage, cp_method=METHODS[stage - 1])
+        yield Layout(dp_shard=4, ep=2, zero_stage=stage)
+        yield Layout(dp_shard=2, ep=2, tp=2, zero_stage=stage, sequence_parallel=stage != 1)
+    for number, schedule in enumerate(SCHEDULES):
+        yield Layout(dp_shard=2, pp=2, zero_stage=STAGES[number % 3], schedule=schedule)
+        yield Layout(tp=2, pp=2, schedule=schedule, sequence_parallel=number % 2 == 0)
+    for number, method in enumerate(METHODS):
+        yield Layout(tp=2, cp=2, cp_method=method, sequence_parallel=number != 1)
+        yield Layout(pp=2, cp=2, cp_method=method, schedule=SCHEDULES[2 * number + 1])
+    yield Layout(dp_replicate=2, tp=2)
+    yield Layout(dp_replicate=2, pp=2)
+    yield Layout(dp_replicate=2, cp=2, cp_method="ring")
+    yield Layout(cp=2, ep=2, zero_stage=1, cp_method="ring")
+    yield Layout(dp_shard=2, ep=2, pp=2, zero_stage=2)
+    yield Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=3)
+
+
+def _triples() -> Iterator[Layout]:
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2, zero_stage=3)
+    yield Layout(dp_replicate=2, dp_shard=2, pp=2, zero_stage=1)
+    yield Layout(dp_replicate=2, dp_shard=2, cp=2, zero_stage=2, cp_method="all_gather")
+    yield Layout(dp_replicate=2, tp=2, pp=2)
+    yield Layout(dp_replicate=2, tp=2, cp=2, cp_method="ulysses", sequence_parallel=False)
+    yield Layout(dp_replicate=2, pp=2, cp=2, cp_method="ring", schedule="gpipe")
+    for stage, schedule in zip(STAGES, ("zb_h1", "interleaved_1f1b", "1f1b"), strict=True):
+        yield Layout(dp_shard=2, tp=2, pp=2, zero_stage=stage, schedule=schedule)
+        yield Layout(dp_shard=2, tp=2, cp=2, zero_stage=stage, cp_method=METHODS[stage - 1])
+        yield Layout(dp_shard=2, pp=2, cp=2, zero_stage=stage, cp_method=METHODS[stage % 3], schedule=schedule)
+    yield Layout(tp=2, pp=2, cp=2, cp_method="ring")
+    yield Layout(tp=2, pp=2, cp=2, cp_method="all_gather", schedule="zbv", sequence_parallel=False)
+    yield Layout(dp_shard=2, ep=2, tp=2, pp=2, zero_stage=1)
+    yield Layout(dp_shard=2, cp=2, ep=4, zero_stage=3, cp_method="all_gather")
+    yield Layout(dp_shard=2, cp=2, tp=2, ep=2, zero_stage=2, cp_method="ring")
+    yield Layout(dp_shard=2, pp=4, zero_stage=1)
+    yield Layout(tp=4, pp=2)
+
+
+def _all_at_once() -> Iterator[Layout]:
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, zero_stage=3, cp_method="ring")
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, zero_stage=1, cp_method="ulysses", schedule="zb_h1")
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2, pp=2, zero_stage=2, schedule="interleaved_1f1b")
+    yield Layout(dp_replicate=2, tp=2, pp=2, cp=2, cp_method="all_gather")
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2, cp=2, zero_stage=3, cp_method="ring")
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, ep=2, zero_stage=1, cp_method="ring")
+    yield Layout(dp_shard=2, tp=2, pp=2, cp=2, ep=4, zero_stage=3, cp_method="all_gather")
+
+
+def all_cells(max_ranks: int = 16) -> list[Cell]:
+    """The matrix, in the order in which it runs; a layout that a model cannot have is a cell with its refusal."""
+    cells = []
+    for number, (layout, model) in enumerate((layout, model) for layout in layouts(max_ranks) for model in MODELS):
+        if layout.ep > 1 and model != "moe":
+            continue  # experts are what it cuts: not a cell of models that have none
+        shape = shape_of_model(model)
+        refusal = refusal_of(shape, layout)
+        for turn in range(CELLS_PER_LAYOUT):
+            case = CASES[(number + 4 * turn) % len(CASES)]
+            cells.append(Cell(model, layout, _fitted(case, layout, shape), refusal))
+            if refusal is not None:
+                break
+    return cells
+
+
+def refusal_of(shape: ModelShape, layout: Layout) -> str | None:
+    """Why the recipe's rule does not take this layout for this model, in its words; None where it does."""
+    try:
+        check(shape, layout, SEQUENCE_LENGTH)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def _fitted(case: Case, layout: Layout, shape: ModelShape) -> Case:
+    """The case for this model and layout: a pipeline needs micro-batches to be one."""
+    case = replace(case, tied=shape.tied_embeddings)
+    return case if layout.pp == 1 else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Few of the cells, in which every two properties that meet in any cell meet: greedily, small layouts first among equals."""
+    wanted = {pair for cell in cells for pair in _pairs_of(cell)}
+    chosen: list[Cell] = []
+    while wanted:
+        best = max(cells, key=lambda cell: (len(wanted & _pairs_of(cell)), -cell.layout.world_size))
+        chosen.append(best)
+        wanted -= _pairs_of(best)
+    return sorted(chosen, key=cells.index)
+
+
+def _pairs_of(cell: Cell) -> set[tuple[str, str]]:
+    return set(combinations(sorted(cell.properties), 2))
+
+
+def by_reference(cells: Iterable[Cell]) -> dict[tuple[str, Case, int], list[Cell]]:
+    """Cells that one reference serves: the same model, case and number of data ranks."""
+    grouped: dict[tuple[str, Case, int], list[Cell]] = {}
+    for cell in cells:
+        grouped.setdefault((cell.model, cell.case, cell.layout.data_ranks), []).append(cell)
+    return grouped
