@@ -1,1 +1,19 @@
-"""What a layout costs before anybody pays for it: memory and time of a training step, and the search for the best layout. No torch."""
+"""What a layout costs before anybody pays for it: memory and time of a training step, and the best layout. No torch."""
+
+from shardwright.planner.candidate import SHARDWRIGHT, Adapter, Candidate, Engine
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.predict import Predictor, predict
+from shardwright.planner.prediction import MemoryParts, Prediction, TimeParts
+
+__all__ = [
+    "SHARDWRIGHT",
+    "Adapter",
+    "Candidate",
+    "Efficiency",
+    "Engine",
+    "MemoryParts",
+    "Prediction",
+    "Predictor",
+    "TimeParts",
+    "predict",
+]

@@ -63,8 +63,6 @@ class Engine:
     """Under sequence parallelism the gathered input of the column-cut products is kept, rather than gathered again."""
     logit_bytes: float = 8.0
     """Per logit, where the loss holds all of them at once (`loss_chunk_tokens` None)."""
-    overlaps_tensor: bool = False
-    """Whether tensor-parallel collectives run beside products (chunked, as in async TP)."""
     defers_stage_2: bool = False
     """zero_stage 2 reduces gradients once per step rather than with every micro-batch."""
 

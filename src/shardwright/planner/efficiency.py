@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 class Efficiency:
     """Shares, seconds and sizes for one kind of accelerator under one trainer. Every number is read by the planner's formulas.
 
-    A product [m, k] x [k, n] runs at peak x `matmul_share` x m/(m + m_half) x n/(n + n_half) x k/(k + k_half), never faster than its
+    A product [m, k] x [k, n] runs at peak x `matmul_share` x m/(m + m_half) x n/(n + n_half) x k/(k + k_half), never faster
+    than its
     operands can be read, and takes `kernel_seconds` at least.
     """
 

@@ -34,7 +34,7 @@ class MemoryParts:
     @property
     def total(self) -> float:
         """Bytes of all parts: what the device's monitor shows."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return float(sum(getattr(self, part.name) for part in fields(self)))
 
     @property
     def reserved(self) -> float:
@@ -49,7 +49,8 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Seconds of one optimizer step on the slowest rank. The exposed parts add up to the step; hidden traffic runs beside compute."""
+    """Seconds of one optimizer step on the slowest rank. The exposed parts add up to the step; hidden traffic runs beside
+    compute."""
 
     compute: float = 0.0
     """Forward, backward and recomputation."""
@@ -74,7 +75,7 @@ class TimeParts:
     @property
     def step(self) -> float:
         """Seconds of one optimizer step."""
-        return sum(getattr(self, part.name) for part in fields(self) if not part.name.startswith("hidden_"))
+        return float(sum(getattr(self, part.name) for part in fields(self) if not part.name.startswith("hidden_")))
 
     @property
     def exposed(self) -> float:

@@ -1,0 +1,197 @@
+"""Bytes that the forward pass leaves for the backward pass, by operation, as the model's code saves them. Torch-free.
+
+Legend of the formulas: N tokens of a micro-batch on this rank (its part of the rows under context parallelism), S of them in the
+residual stream (N, or N / tp under sequence parallelism), D hidden, F feed-forward width, Q query width, K width of keys (or
+values), H heads, c bytes per activation, tp the tensor-parallel degree. Q, K, F and H are those of the rank.
+
+    operation           keeps                                                why
+    norm                S D c                                                its input, which is the residual stream
+    column products     N D c                                                their common input: the norm's output, gathered over tp
+                                                                             under sequence parallelism
+    rotation            nothing                                              it is undone by turning back
+    q and k norms       N (Q + K) c                                          their inputs
+    attention           N (2 Q + 2 K) c + 4 N H                              q, k, v and its output (the last product's input as
+                                                                             well), and a log-sum-exp in fp32
+      spelled out       N T H (c + 4 + c), a soft cap N T H c more           weights in fp32, cast, and what a soft cap bends
+    gated feed-forward  3 N F c                                              gate and up (the activation is computed again), and
+                                                                             their product, the last product's input
+    plain feed-forward  2 N F c                                              before and after the activation
+    experts             k times N (2 D + 3 F) c, router 4 N E                the same for rows sent to k experts, in and out
+    norm after          S D c                                                its input
+
+Recomputation: `full` keeps the block's input, S D c. `selective` keeps that and the results of products and attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.facts import LayerKind, ModelFacts
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one layer and one micro-batch: `kept` until its backward pass, `rebuilt` during it (nothing without recompute),
+    `gradients` in flight at the widest point of its backward pass."""
+
+    kept: float
+    rebuilt: float
+    gradients: float
+
+
+def micro_batch_tokens(candidate: Candidate) -> int:
+    """Tokens of one micro-batch on one rank."""
+    return candidate.micro_batch_size * candidate.sequence_length // candidate.layout.cp
+
+
+def residual_tokens(candidate: Candidate) -> float:
+    """Tokens whose residual stream a rank holds."""
+    layout = candidate.layout
+    return micro_batch_tokens(candidate) / (layout.tp if layout.sequence_parallel else 1)
+
+
+def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> LayerActivations:
+    """What one layer of a kind keeps for one micro-batch."""
+    shape, engine, size = facts.shape, candidate.engine, candidate.activation_bytes
+    stream = residual_tokens(candidate)
+    residual = stream * shape.hidden_size * size
+    into_products = _column_input(candidate, facts)
+    attention = _Attention.of(facts, kind, candidate)
+    inner, inner_products, inner_gradients = _feed_forward(facts, kind, candidate)
+
+    num_before = sum(name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm))
+    num_after = kind.num_norms - num_before
+    if shape.parallel_residual:
+        num_before = min(num_before, 1)  # both branches' norms take the same input
+    # Norms that add an offset to their weight run in fp32 and keep an fp32 copy of their input.
+    widened = max(size, 4) / size if shape.norm_offset != 0.0 else 1.0
+    plain = ((engine.norm_tensors - 1.0) * num_before + num_after) * residual * widened + 4 * kind.num_norms * stream
+    plain += 2 * into_products
+    plain += attention.kept + inner
+    gradients = max(inner_gradients, attention.gradients) + 2 * residual
+    if candidate.recompute == "none":
+        return LayerActivations(plain, 0.0, gradients)
+    if candidate.recompute == "full":
+        return LayerActivations(residual, plain, gradients)
+    # Selective: the block's input, results of products, attention's output; each branch ends in a product over the residual stream.
+    kept = residual + attention.products + inner_products + 2 * _branch_output(candidate, facts)
+    return LayerActivations(kept, max(0.0, plain - attention.products - inner_products), gradients)
+
+
+def stage_ends(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+    """Bytes per micro-batch kept outside the layers: by the stage with the embedding, and by the stage with the head.
+
+    The embedding keeps indices. The final norm keeps its input; the chunked loss keeps the gradient of its output instead of
+    it, which
+    is counted with the logits.
+    """
+    tokens = micro_batch_tokens(candidate)
+    return 8.0 * tokens, residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+
+
+def shared_tables(facts: ModelFacts, candidate: Candidate) -> float:
+    """Bytes that all layers of a micro-batch share: rotation tables in fp32, and masks where plain causality does not do."""
+    shape, tokens = facts.shape, micro_batch_tokens(candidate)
+    rows = candidate.micro_batch_size if candidate.document_tokens is not None else 1
+    tables = sum(2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4 for rope in shape.ropes)
+    masks = 0.0
+    for window in {layer.window for layer in shape.layers}:
+        if _is_masked(candidate, window):
+            masks += rows * (tokens / candidate.micro_batch_size) * candidate.sequence_length * candidate.activation_bytes
+    return tables + masks
+
+
+def _is_masked(candidate: Candidate, window: int | None) -> bool:
+    return candidate.document_tokens is not None or (window is not None and window < candidate.sequence_length)
+
+
+def _column_input(candidate: Candidate, facts: ModelFacts) -> float:
+    """Bytes of what column-cut products take in and keep."""
+    gathered = candidate.engine.keeps_gathered_sequence or candidate.layout.tp == 1
+    tokens = micro_batch_tokens(candidate) if gathered else residual_tokens(candidate)
+    return tokens * facts.shape.hidden_size * candidate.activation_bytes
+
+
+def _branch_output(candidate: Candidate, facts: ModelFacts) -> float:
+    """Bytes of a row-cut product's result, before tensor-parallel ranks sum it."""
+    return micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Bytes of one layer's attention: all that is kept, what of it are results of products and attention, gradients in flight."""
+
+    kept: float
+    products: float
+    gradients: float
+
+    @staticmethod
+    def of(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> _Attention:
+        shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
+        tokens = micro_batch_tokens(candidate)
+        if shape.latent is not None:
+            return _latent_attention(facts, candidate)
+        queries = shape.query_width / tp
+        keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
+        heads = shape.num_heads / tp
+        masked = _is_masked(candidate, kind.shape.window)
+        # Of the CUDA kernels only the one without grouped heads takes a mask: keys and values are then repeated to Q.
+        attended_keys = queries if masked else keys
+        if candidate.layout.cp > 1 and candidate.layout.cp_method == "all_gather":
+            attended_keys *= candidate.layout.cp
+        kept = (2 * queries + 2 * attended_keys) * size + 4 * heads
+        if shape.names.qkv is not None:
+            # Views of one fused result keep all of it alive beside the turned queries and keys.
+            kept += (queries + keys) * size if kind.shape.rope is not None else 0.0
+        kept += candidate.engine.rotary_tensors * (queries + keys) * size
+        if shape.qk_norm is not None:
+            kept += (queries + keys) * size
+        products = (2 * queries + 2 * keys) * size + 4 * heads
+        kept, products = kept * tokens, products * tokens
+        if shape.attention_soft_cap is not None or not candidate.flash_attention:
+            scores = tokens * heads * candidate.sequence_length
+            # Weights in fp32 and cast, keys repeated; the results of both products are kept by `selective` as well.
+            cast = size if size < 4 else 0
+            bent = size if shape.attention_soft_cap is not None else 0
+            kept += scores * (max(size, 4) + cast + bent) + 2 * tokens * (queries - attended_keys) * size
+            products += scores * size
+        return _Attention(kept, products, tokens * (2 * queries + 2 * keys) * size)
+
+
+def _latent_attention(facts: ModelFacts, candidate: Candidate) -> _Attention:
+    """Latent attention keeps its latents (before and after their norms), whole queries and keys, values and the output."""
+    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
+    latent = shape.latent
+    assert latent is not None
+    tokens, heads = micro_batch_tokens(candidate), shape.num_heads / tp
+    head_dim = latent.nope_dim + latent.rope_dim
+    latents = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rope_dim
+    made = heads * (latent.nope_dim + latent.value_dim)  # keys without position and values, as one product makes them
+    attended = heads * (2 * head_dim + latent.value_dim)  # the output; queries and keys put together
+    kept = tokens * ((latents + made + attended) * size + 4 * heads)
+    results = (
+        (latent.query_rank or 0) + latent.key_value_rank + latent.rope_dim + heads * head_dim + made + heads * latent.value_dim
+    )
+    return _Attention(kept, tokens * (results * size + 4 * heads), tokens * attended * size)
+
+
+def _feed_forward(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float, float]:
+    """Of one layer's feed-forward or experts: bytes kept, of them results of products, gradients in flight."""
+    shape, size, engine = facts.shape, candidate.activation_bytes, candidate.engine
+    tokens, tp = micro_batch_tokens(candidate), candidate.layout.tp
+    experts = shape.experts if kind.shape.sparse else None
+    gated = shape.gated or experts is not None
+    tensors = engine.gated_tensors if gated else engine.plain_tensors
+    projected = 2.0 if gated else 1.0
+    if experts is None:
+        wide = tokens * shape.intermediate_size / tp * size
+        return tensors * wide, projected * wide, (projected + 1) * wide
+    # Rows that the rank's experts take, spread evenly; in and out of the experts they are as wide as the model.
+    rows = tokens * experts.experts_per_token
+    wide = rows * experts.intermediate_size / tp * size
+    sent = rows * shape.hidden_size * size
+    shared = tokens * experts.shared_intermediate_size / tp * size
+    router = tokens * experts.num_experts * 4
+    kept = tensors * (wide + shared) + 2 * sent + 2 * router
+    return kept, projected * (wide + shared) + sent, (projected + 1) * wide + sent

@@ -1,0 +1,241 @@
+"""Seconds that one layer, the embedding and the loss take on one rank for one micro-batch, from products, attention and bytes.
+Torch-free.
+
+Legend: N tokens of the micro-batch on this rank, S in its residual stream, D hidden, F feed-forward width, Q and K widths of
+queries and
+of keys, c bytes per activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.hardware import Cluster
+from shardwright.planner.activations import micro_batch_tokens, residual_tokens
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.facts import LayerKind, ModelFacts, Product
+
+_PEAKS = {"fp8": "fp8", "nvfp4": "fp4"}
+_KERNELS_FORWARD, _KERNELS_BACKWARD = 22, 40
+"""Operations of one block that the host starts one by one, in eager mode."""
+_COMPILED_KERNELS_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one layer and one micro-batch. `weight_gradient` is the part of `backward` that makes gradients of weights, which a
+    schedule may do later; `recompute` comes before the backward pass."""
+
+    forward: float
+    backward: float
+    recompute: float
+    weight_gradient: float
+    attention_forward: float
+    attention_backward: float
+
+    @property
+    def total(self) -> float:
+        """Forward, recomputation and backward."""
+        return self.forward + self.recompute + self.backward
+
+
+class Rates:
+    """What a device achieves in a candidate's precision: products by shape, bytes, attention. Look-ups are kept."""
+
+    def __init__(self, cluster: Cluster, efficiency: Efficiency, precision: str) -> None:
+        accelerator = cluster.accelerator
+        self.cluster, self.efficiency = cluster, efficiency
+        self.precision = _PEAKS.get(precision, precision)
+        self.peak = accelerator.peak(self.precision)
+        self.attention_peak = accelerator.peak("bf16") if precision in _PEAKS else self.peak
+        share = efficiency.matmul_share_by_precision.get(precision, efficiency.matmul_share)
+        self.product_rate = self.peak * share
+        self.bytes_per_second = accelerator.memory_bytes_per_second * efficiency.memory_share
+        self.update_bytes_per_second = accelerator.memory_bytes_per_second * efficiency.optimizer_share
+        if cluster.profile is not None:
+            # A measured copy is what bytes can do: no share of it is lost again.
+            self.bytes_per_second = cluster.profile.memory_bytes_per_second
+            self.update_bytes_per_second = cluster.profile.memory_bytes_per_second
+        self.operand_bytes = {"fp8": 1, "fp4": 1, "fp32": 4, "fp64": 8}.get(self.precision, 2)
+        self._products: dict[tuple[float, float, float], float] = {}
+
+    def product(self, m: float, n: float, k: float) -> float:
+        """Seconds of [m, k] x [k, n]."""
+        key = (m, n, k)
+        found = self._products.get(key)
+        if found is None:
+            found = self._products[key] = self._product(m, n, k)
+        return found
+
+    def _product(self, m: float, n: float, k: float) -> float:
+        if m <= 0 or n <= 0 or k <= 0:
+            return 0.0
+        efficiency = self.efficiency
+        rate = None
+        if self.cluster.profile is not None:
+            rate = self.cluster.profile.matmul_flops_per_second(
+                self.precision, max(1, round(m)), max(1, round(n)), max(1, round(k))
+            )
+        if rate is None:
+            rate = self.product_rate * m / (m + efficiency.m_half) * n / (n + efficiency.n_half) * k / (k + efficiency.k_half)
+        read = self.operand_bytes * (m * k + k * n + m * n) / self.bytes_per_second
+        return max(2.0 * m * n * k / rate, read, efficiency.kernel_seconds)
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds to read and write so many bytes."""
+        return num_bytes / self.bytes_per_second
+
+    def attention(self, flops: float, row_tokens: float, *, backward: bool) -> float:
+        """Seconds of the fused kernel for so many FLOPs."""
+        efficiency = self.efficiency
+        share = efficiency.attention_backward_share if backward else efficiency.attention_forward_share
+        rate = self.attention_peak * share * row_tokens / (row_tokens + efficiency.attention_half_tokens)
+        return max(flops / rate, efficiency.kernel_seconds)
+
+
+def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: Rates) -> LayerSeconds:
+    """One layer of a kind, communication left out."""
+    efficiency = rates.efficiency
+    forward = inputs = weights = 0.0
+    for product, rows in _products(facts, kind, candidate):
+        one, dx, dw = _product_seconds(product, rows, candidate, rates)
+        times = _copies(facts, kind, product, candidate)
+        forward, inputs, weights = forward + times * one, inputs + times * dx, weights + times * dw
+    if candidate.adapter is not None:
+        weights = 0.0  # frozen matrices take no gradient; the adapters' own products are `rank` wide
+        forward, inputs = forward * 1.03, inputs * 1.03
+    attention_forward, attention_backward = _attention_seconds(facts, kind, candidate, rates)
+    moved_forward, moved_backward = _moved_bytes(facts, kind, candidate)
+    if candidate.compile:
+        moved_forward, moved_backward = (x * efficiency.compiled_bytes_share for x in (moved_forward, moved_backward))
+    weight_forward, weight_backward = _weight_bytes(facts, kind, candidate)
+    light = rates.moved(moved_forward)
+    forward += attention_forward + light + rates.moved(weight_forward)
+    backward = inputs + weights + attention_backward + rates.moved(moved_backward + weight_backward)
+    host = efficiency.host_seconds * (_COMPILED_KERNELS_SHARE if candidate.compile else 1.0)
+    sparse = 1.6 if kind.shape.sparse else 1.0
+    forward, backward = max(forward, host * _KERNELS_FORWARD * sparse), max(backward, host * _KERNELS_BACKWARD * sparse)
+    recompute = {"none": 0.0, "full": forward, "selective": light}[candidate.recompute]
+    return LayerSeconds(forward, backward, recompute, weights, attention_forward, attention_backward)
+
+
+def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[tuple[Product, float]]:
+    """Each product of a layer with its rows on this rank."""
+    tokens = micro_batch_tokens(candidate)
+    found: list[tuple[Product, float]] = [(product, float(tokens)) for product in kind.products]
+    if kind.expert_products:
+        experts = facts.shape.experts
+        assert experts is not None
+        held = experts.num_experts / candidate.layout.ep
+        # Rows of all ranks that share the experts, spread evenly over those held here.
+        rows = tokens * experts.experts_per_token / held
+        found += [(product, rows) for product in kind.expert_products]
+    return found
+
+
+def _copies(facts: ModelFacts, kind: LayerKind, product: Product, candidate: Candidate) -> float:
+    """How many times the rank makes a product: once per expert that it holds, and of many experts those that got a row."""
+    if product not in kind.expert_products:
+        return 1.0
+    experts = facts.shape.experts
+    assert experts is not None
+    return experts.num_experts / candidate.layout.ep
+
+
+def _product_seconds(product: Product, rows: float, candidate: Candidate, rates: Rates) -> tuple[float, float, float]:
+    """Seconds of the product, of its input's gradient, and of its weight's."""
+    tp = candidate.layout.tp
+    num_in, num_out = float(product.num_in), float(product.num_out)
+    if product.cut in ("columns", "vocabulary"):
+        num_out /= tp
+    elif product.cut == "rows":
+        num_in /= tp
+    return (
+        rates.product(rows, num_out, num_in),
+        rates.product(rows, num_in, num_out),
+        rates.product(num_out, num_in, rows),
+    )
+
+
+def _attention_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: Rates) -> tuple[float, float]:
+    shape, tokens = facts.shape, micro_batch_tokens(candidate)
+    row = candidate.document_tokens or candidate.sequence_length
+    row = min(row, candidate.sequence_length)
+    widths = (shape.query_width + shape.value_width) / candidate.layout.tp
+    if shape.attention_soft_cap is not None or not candidate.flash_attention:
+        # Spelled out: whole rows of scores, moved about ten times in fp32 and the compute precision.
+        scores = tokens * candidate.sequence_length * shape.num_heads / candidate.layout.tp
+        flops = 2.0 * widths * tokens * candidate.sequence_length
+        moved = scores * (8 + 6 * candidate.activation_bytes)
+        forward = flops / (rates.product_rate * 0.6) + rates.moved(moved)
+        return forward, 2.0 * flops / (rates.product_rate * 0.6) + rates.moved(1.5 * moved)
+    flops = 2.0 * widths * tokens * facts.visible_keys(kind, row)
+    forward = rates.attention(flops, row, backward=False)
+    return forward, rates.attention(2.5 * flops, row, backward=True)
+
+
+def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+    """Bytes that a layer's element-wise operations read and write, forward and backward, written as the model writes them.
+
+    A norm reads and writes S D (backward: reads twice, writes once, and once more for the weight); a residual sum moves 3 S D;
+    rotations
+    move 3 N (Q + K); a gate moves 5 N F, and 11 N F backward.
+    """
+    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
+    tokens, stream = micro_batch_tokens(candidate), residual_tokens(candidate)
+    width = stream * shape.hidden_size
+    heads = tokens * (shape.query_width + shape.kv_width) / tp
+    experts = shape.experts if kind.shape.sparse else None
+    inner = tokens * shape.intermediate_size / tp
+    sent = 0.0
+    if experts is not None:
+        rows = tokens * experts.experts_per_token
+        inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
+        sent = rows * shape.hidden_size  # gathered, weighted and added back
+    gated = shape.gated or experts is not None
+    forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * sent
+    backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * sent
+    return forward * size, backward * size
+
+
+def _weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+    """Bytes moved for weights rather than tokens: casts at use, copies out of gathers and into reductions, sums of gradients."""
+    layout, size, master = candidate.layout, candidate.activation_bytes, candidate.master_bytes
+    if candidate.adapter is not None:
+        return 0.0, 0.0
+    held = facts.held(layout).layers[kind.slot]
+    if layout.zero_stage >= 1 and layout.fsdp > 1:
+        if layout.zero_stage == 3:
+            return held.whole * 2 * size, held.whole * (3 * size + master)
+        return 0.0, held.whole * (size + master)
+    if candidate.engine.weight_bytes is None and candidate.engine.casts_at_use and size != master:
+        return held.matrices * (master + size), held.matrices * (size + 3 * master)
+    return 0.0, held.whole * 2 * master
+
+
+def end_seconds(facts: ModelFacts, candidate: Candidate, rates: Rates) -> tuple[float, float]:
+    """Seconds per micro-batch of the embedding (forward and backward), and of the final norm, the head and the loss.
+
+    The chunked loss makes its gradients in the forward pass: three products, and about 30 bytes moved per logit.
+    """
+    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
+    tokens, vocab = micro_batch_tokens(candidate), shape.vocab_size / tp
+    embedding = rates.moved(tokens * shape.hidden_size * (3 * size + 4))
+    if candidate.adapter is None:
+        embedding += rates.moved(vocab * shape.hidden_size * 4)
+    chunk = min(candidate.loss_chunk_tokens or tokens, tokens)
+    num_chunks = tokens / chunk
+    one, dx, dw = (seconds * num_chunks for seconds in _product_seconds(facts.head, chunk, candidate, rates))
+    if candidate.adapter is not None:
+        dw = 0.0
+    moved = tokens * vocab * (18 + 6 * size)
+    if candidate.adapter is None and candidate.loss_chunk_tokens is not None:
+        moved += num_chunks * vocab * shape.hidden_size * (2 * size + 8)
+    return embedding, one + dx + dw + rates.moved(moved)
+
+
+def update_seconds(trained_shard: float, candidate: Candidate, rates: Rates) -> float:
+    """Norm, clip and update of the trained parameters that a rank owns: 40 bytes each with AdamW's two moments."""
+    per_element = {"adamw": 40.0, "adamw_8bit": 28.0, "sgd": 24.0, "sgd_momentum": 32.0}[candidate.optimizer]
+    return trained_shard * per_element * candidate.master_bytes / 4 / rates.update_bytes_per_second

@@ -1,0 +1,294 @@
+"""Bytes on the fullest rank, by part, at the three moments of a step that can be its peak. Torch-free.
+
+    loss        all activations in flight are kept; the loss has its logits, and for one group of parameters more than backward
+    needs
+    backward    activations are nearly gone, gradients are whole, buffers of the reduction are in use, the embedding gets its
+    gradient
+    update      neither activations nor gathered parameters; the optimizer's states are there in any case
+
+Parts that live between steps (weights, gradients, optimizer) follow `placement.place`, the descriptor that the engine cuts by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwright.planner.activations import layer_activations, micro_batch_tokens, residual_tokens, shared_tables, stage_ends
+from shardwright.planner.candidate import STATE_BYTES, Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.facts import Held, ModelFacts
+from shardwright.planner.prediction import MemoryParts
+
+NF4_BYTES = 0.5 + 1.0 / 64 + 4.0 / (64 * 256)
+"""Per element of a matrix in NF4 with double quantisation: 4 bits, an 8-bit scale per 64, an fp32 scale per 256 of those."""
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """What one pipeline rank has to hold: layers per kind (of all its stages), the ends, and how much is in flight.
+
+    `in_flight` counts micro-batches whose activations the rank keeps at once, as passes through all of its layers: a rank with two
+    stages that keeps three passes through one of them has 1.5.
+    """
+
+    layers: tuple[int, ...]
+    embedding: bool = True
+    head: bool = True
+    in_flight: float = 1.0
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Bytes between steps, and elements that the moments of a step need."""
+
+    weights: float
+    gradients: float
+    """When they are whole (or sharded, as the stage has it)."""
+    optimizer: float
+    held: Held
+    trained: Held
+
+
+def predict_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad, efficiency: Efficiency) -> MemoryParts:
+    """Bytes of one rank, by part, at its peak."""
+    standing = _standing(facts, candidate, load)
+    base = MemoryParts(weights=standing.weights, optimizer=standing.optimizer)
+    moments = (
+        _at_loss(facts, candidate, load, standing, base),
+        _at_backward(facts, candidate, load, standing, base),
+        replace(base, gradients=standing.gradients),
+    )
+    peak = max(moments, key=lambda parts: parts.total)
+    driver = efficiency.context_bytes + efficiency.communicator_bytes * _num_groups(candidate)
+    return replace(peak, reserve=efficiency.reserve_share * peak.total + efficiency.reserve_bytes, driver=driver)
+
+
+def least_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Bytes that no choice of micro batch, recompute or schedule can save: what stands between steps."""
+    standing = _standing(facts, candidate, load)
+    return standing.weights + standing.optimizer + standing.gradients
+
+
+def _num_groups(candidate: Candidate) -> int:
+    layout = candidate.layout
+    degrees = (layout.pp, layout.dp_replicate, layout.fsdp if layout.zero_stage else 1, layout.cp, layout.tp, layout.ep)
+    return sum(degree > 1 for degree in degrees)
+
+
+def _sum(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Held:
+    held = facts.held(candidate.layout)
+    total = Held()
+    for layer, count in zip(held.layers, load.layers, strict=True):
+        total += layer * count
+    if load.embedding or (load.head and facts.shape.tied_embeddings):
+        total += held.embedding
+    return total + held.head if load.head else total
+
+
+def adapter_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Held:
+    """Elements of the low-rank matrices of a rank: A [rank, in] and B [out, rank]; each is cut where the matrix itself is."""
+    adapter, layout = candidate.adapter, candidate.layout
+    assert adapter is not None
+    total = Held()
+    for kind, count in zip(facts.kinds, load.layers, strict=True):
+        for product in kind.products:
+            if product.role not in adapter.roles:
+                continue
+            num_in = product.num_in / (layout.tp if product.cut == "rows" else 1)
+            num_out = product.num_out / (layout.tp if product.cut == "columns" else 1)
+            shards = layout.fsdp if layout.zero_stage >= 1 else 1
+            shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
+            total += Held(adapter.rank * (num_in + num_out), shard) * count
+    return total
+
+
+def _standing(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Standing:
+    engine, stage, layout = candidate.engine, candidate.layout.zero_stage, candidate.layout
+    held = _sum(facts, candidate, load)
+    master = candidate.master_bytes
+    trained = held if candidate.adapter is None else adapter_elements(facts, candidate, load)
+    weights = _weights(facts, candidate, load, held, trained)
+    gradient_bytes = engine.gradient_bytes if engine.gradient_bytes is not None else float(master)
+    whole_gradients = stage == 0 or (stage == 1 and (engine.whole_gradients or candidate.gradient_accumulation_steps > 1))
+    whole_gradients = whole_gradients or (stage == 2 and engine.defers_stage_2 and candidate.gradient_accumulation_steps > 1)
+    gradients = (trained.whole if whole_gradients else trained.shard) * gradient_bytes
+    if whole_gradients and stage >= 1 and engine.weight_bytes is None:
+        gradients += trained.shard * master  # the reduced shard, beside the whole ones that it was made from
+    state = STATE_BYTES[candidate.optimizer] * (2 if master == 8 else 1)
+    optimizer = (state + engine.master_bytes) * trained.shard
+    if layout.zero_stage == 0:
+        optimizer = (state + engine.master_bytes) * trained.whole
+    if candidate.offload == "optimizer":
+        optimizer = 0.0
+    elif candidate.offload == "parameters":
+        weights, optimizer, gradients = 0.0, 0.0, 0.0
+    return _Standing(weights, gradients, optimizer, held, trained)
+
+
+def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Held, trained: Held) -> float:
+    engine, layout = candidate.engine, candidate.layout
+    if candidate.adapter is not None:
+        elements = held.shard if layout.zero_stage == 3 else held.whole
+        size = float(candidate.activation_bytes)
+        frozen = elements * size
+        if candidate.adapter.quantised:
+            by_part = facts.held(layout)
+            matrices = sum(layer.matrices * count for layer, count in zip(by_part.layers, load.layers, strict=True))
+            matrices *= elements / held.whole
+            frozen = (elements - matrices) * size + matrices * NF4_BYTES
+        return frozen + (trained.shard if layout.zero_stage >= 1 else trained.whole) * candidate.master_bytes
+    if engine.weight_bytes is None:
+        return (held.shard if layout.zero_stage >= 1 else held.whole) * candidate.master_bytes
+    return (held.shard if layout.zero_stage == 3 else held.whole) * engine.weight_bytes
+
+
+def _gather_size(candidate: Candidate) -> float:
+    given = candidate.engine.gather_bytes
+    return float(candidate.activation_bytes) if given is None else given
+
+
+def _reduce_size(candidate: Candidate) -> float:
+    given = candidate.engine.reduce_bytes
+    return (2.0 if candidate.reduce_in_bf16 else float(candidate.master_bytes)) if given is None else given
+
+
+def _group_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Elements of the largest group of blocks that is gathered together."""
+    held = facts.held(candidate.layout)
+    present = [layer.whole for layer, count in zip(held.layers, load.layers, strict=True) if count]
+    return max(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
+
+
+def _root_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Elements gathered with the root: embedding and head of the stage."""
+    held = facts.held(candidate.layout)
+    elements = held.embedding.whole if load.embedding or (load.head and facts.shape.tied_embeddings) else 0.0
+    return elements + (held.head.whole if load.head else 0.0)
+
+
+def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, *, root: bool) -> float:
+    """Bytes of parameters in the compute precision that are not the weights themselves."""
+    layout, size = candidate.layout, _gather_size(candidate)
+    if candidate.adapter is not None and candidate.adapter.quantised and layout.zero_stage < 3:
+        # A quantised matrix is opened for its product: one at a time.
+        return max((p.num_in * p.num_out / layout.tp for k in facts.kinds for p in k.products), default=0.0) * size
+    sharded = layout.zero_stage >= 1 and layout.fsdp > 1
+    if layout.zero_stage == 3 and sharded:
+        ahead = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
+        groups = min(1 + ahead, -(-sum(load.layers) // layout.wrap_blocks) or 1)
+        return groups * _group_elements(facts, candidate, load) * size + (
+            _root_elements(facts, candidate, load) * size if root else 0
+        )
+    if candidate.adapter is not None or candidate.engine.weight_bytes is not None:
+        return 0.0
+    if sharded:
+        return standing.held.whole * size
+    if not candidate.engine.casts_at_use or size == candidate.master_bytes:
+        return 0.0
+    # Casts are kept for the backward pass with the activations of the layer that made them, once per micro-batch in flight; under
+    # full recompute only those of one layer exist.
+    if candidate.recompute == "full":
+        return _group_elements(facts, candidate, load) * size + (_root_elements(facts, candidate, load) * size if root else 0)
+    layers = standing.held.matrices - _root_elements(facts, candidate, load)
+    return max(0.0, layers) * size * load.in_flight + (_root_elements(facts, candidate, load) * size if root else 0)
+
+
+def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad, in_flight: float) -> tuple[float, float, float]:
+    """Bytes kept by the passes in flight; of the largest layer, what is rebuilt and what its gradients take."""
+    kept = rebuilt = gradients = 0.0
+    for kind, count in zip(facts.kinds, load.layers, strict=True):
+        if count:
+            layer = layer_activations(facts, kind, candidate)
+            kept += layer.kept * count
+            rebuilt, gradients = max(rebuilt, layer.rebuilt), max(gradients, layer.gradients)
+    at_start, at_end = stage_ends(facts, candidate)
+    ends = (at_start if load.embedding else 0.0) + (at_end if load.head else 0.0)
+    if candidate.layout.pp > 1:
+        # A stage's output is kept until its gradient comes back.
+        ends += (load.num_stages - load.head) * residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    return in_flight * (kept + ends) + shared_tables(facts, candidate) * max(1.0, in_flight), rebuilt, gradients
+
+
+def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+    """Bytes at the loss, and bytes that are left of them when the backward pass begins.
+
+    Chunked: the logits of a chunk in the products' precision and in fp32 (twice with a bend or a scale), the gradient of the hidden
+    states, and of the head's weight in fp32 with one product's worth beside it. The weight's gradient waits for the backward pass.
+    """
+    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
+    tokens, vocab = micro_batch_tokens(candidate), shape.vocab_size / tp
+    hidden_gradient = tokens * shape.hidden_size * size
+    weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
+    if candidate.loss_chunk_tokens is None:
+        return tokens * vocab * candidate.engine.logit_bytes, weight * candidate.engine.logit_bytes * 0.0
+    chunk = min(candidate.loss_chunk_tokens, tokens)
+    plain = shape.logit_scale == 1.0 and shape.final_soft_cap is None
+    wide = max(size, 4)
+    per_logit = wide + (size if plain or size == wide else size + wide)
+    if size == wide:
+        per_logit = 2 * wide
+    made = weight * (wide + (size if size != wide else 0))
+    return chunk * vocab * per_logit + hidden_gradient + made, hidden_gradient + weight * (wide + size)
+
+
+def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, base: MemoryParts) -> MemoryParts:
+    kept, rebuilt, gradients = _activations(facts, candidate, load, load.in_flight)
+    logits, left = _logits(facts, candidate) if load.head else (0.0, 0.0)
+    # Either the loss with its logits, or the first layer of the backward pass.
+    sharded = candidate.layout.zero_stage >= 2 and candidate.layout.fsdp > 1
+    begun = candidate.gradient_accumulation_steps > 1 or sharded or _has_buckets(candidate) or candidate.engine.whole_gradients
+    parts = replace(
+        base,
+        gradients=standing.gradients if begun else 0.0,
+        activations=kept,
+        logits=logits,
+        gathered=_gathered(facts, candidate, load, standing, root=load.head),
+    )
+    if left + rebuilt + gradients > logits:
+        return replace(
+            parts,
+            logits=left,
+            activations=kept + rebuilt + gradients,
+            gathered=_gathered(facts, candidate, load, standing, root=False),
+            workspaces=_reduction(facts, candidate, load, _group_elements(facts, candidate, load)),
+        )
+    return parts
+
+
+def _has_buckets(candidate: Candidate) -> bool:
+    """Whether gradients lie in buckets that live as long as the run (DDP)."""
+    return candidate.layout.zero_stage == 0 and candidate.layout.dp_replicate > 1
+
+
+def _reduction(facts: ModelFacts, candidate: Candidate, load: StageLoad, elements: float) -> float:
+    """Bytes of gradients on their way: a group's own in the compute precision, and its copy in the reduction's."""
+    layout = candidate.layout
+    if candidate.adapter is not None:
+        return 0.0
+    if layout.zero_stage >= 1 and layout.fsdp > 1:
+        return elements * (_gather_size(candidate) + _reduce_size(candidate))
+    if _has_buckets(candidate):
+        return 2.0 * layout.bucket_size_bytes if candidate.reduce_in_bf16 else 0.0
+    return 0.0
+
+
+def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, base: MemoryParts) -> MemoryParts:
+    """The end of the last backward pass of the steady state: one pass less in flight, the embedding's gradient being made."""
+    kept, rebuilt, gradients = _activations(facts, candidate, load, max(0.0, load.in_flight - 1.0))
+    largest = max(
+        (layer_activations(facts, k, candidate).kept for k, n in zip(facts.kinds, load.layers, strict=True) if n), default=0
+    )
+    root = _root_elements(facts, candidate, load)
+    sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
+    workspaces = _reduction(facts, candidate, load, max(root, _group_elements(facts, candidate, load)))
+    if not sharded and candidate.adapter is None and candidate.gradient_accumulation_steps > 1 and load.embedding:
+        # What is added to a gradient that is there already is made first.
+        workspaces += facts.held(candidate.layout).embedding.whole * candidate.master_bytes
+    return replace(
+        base,
+        gradients=standing.gradients,
+        activations=kept + rebuilt + gradients + largest,
+        gathered=_gathered(facts, candidate, load, standing, root=False),
+        workspaces=workspaces,
+    )

@@ -1,0 +1,192 @@
+"""The pipeline of a candidate: which layers each stage has, how much is in flight, and when everything happens. Torch-free.
+
+Builds and simulates the very schedule that will run (`shardwright.schedule`). With many micro-batches its steady state repeats:
+what is
+asked of such a schedule is asked of two shorter ones, and what one more round adds is added as often as it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from shardwright.layout import Layout, Stage
+from shardwright.planner.facts import ModelFacts
+from shardwright.planner.memory import StageLoad
+from shardwright.schedule.actions import Schedule
+from shardwright.schedule.check import peak_activations
+from shardwright.schedule.families import FAMILIES, load_schedule, stages_per_rank
+from shardwright.schedule.simulate import Times
+from shardwright.schedule.simulate import simulate as simulate_schedule
+
+_SHORT_ROUNDS, _LONG_ROUNDS = 2, 3
+"""Micro-batches per rank of the two shorter schedules."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One micro-batch through a stage. `weight_gradient` is the part of `backward` that a schedule may put off."""
+
+    forward: float
+    backward: float
+    weight_gradient: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """What a stage holds: layers of each kind, and the ends."""
+
+    layers: tuple[int, ...]
+    embedding: bool
+    head: bool
+    rank: int
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """Stages of a candidate and the schedule that orders their passes."""
+
+    schedule: str
+    num_ranks: int
+    num_micro_batches: int
+    virtual_stages: int | None
+    stages: tuple[StageLayers, ...]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a rank holds."""
+        return tuple(index for index, stage in enumerate(self.stages) if stage.rank == rank)
+
+    @cached_property
+    def in_flight(self) -> tuple[float, ...]:
+        """Per rank, passes through all of its layers that are kept at a time."""
+        if self.num_ranks == 1:
+            return (1.0,)
+        peaks = _peaks(self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages)
+        per_rank = len(self.stages) / self.num_ranks
+        return tuple(peak / per_rank for peak in peaks)
+
+    def load_of(self, rank: int) -> StageLoad:
+        """What a rank has to hold."""
+        mine = [self.stages[index] for index in self.stages_of(rank)]
+        return StageLoad(
+            layers=tuple(map(sum, zip(*(stage.layers for stage in mine), strict=True))),
+            embedding=any(stage.embedding for stage in mine),
+            head=any(stage.head for stage in mine),
+            in_flight=self.in_flight[rank],
+            num_stages=len(mine),
+        )
+
+    @cached_property
+    def loads(self) -> tuple[StageLoad, ...]:
+        """What has to be held, once for each different load."""
+        return tuple(dict.fromkeys(self.load_of(rank) for rank in range(self.num_ranks)))
+
+
+def pipeline_of(facts: ModelFacts, layout: Layout, num_micro_batches: int) -> PipelineShape:
+    """The pipeline of a layout; one stage where pp is 1.
+
+    Raises:
+        ScheduleError: a schedule that does not fit the micro-batches.
+        LayoutError: fewer layers than stages.
+    """
+    if layout.pp == 1:
+        return PipelineShape("1f1b", 1, num_micro_batches, None, _stages(facts, 1, (0,)))
+    if layout.schedule in FAMILIES:
+        num_stages = layout.pp * stages_per_rank(layout.schedule, layout.virtual_stages)
+        placement = FAMILIES[layout.schedule].placement
+        ranks = tuple(_rank_of_stage(placement, layout.pp, stage) for stage in range(num_stages))
+    else:
+        schedule = load_schedule(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages)
+        ranks = schedule.rank_of_stage
+    stages = _stages(facts, len(ranks), ranks)
+    return PipelineShape(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages, stages)
+
+
+def _rank_of_stage(placement: str, num_ranks: int, stage: int) -> int:
+    if placement == "folded":
+        return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
+    return stage % num_ranks
+
+
+def _stages(facts: ModelFacts, num_stages: int, ranks: Sequence[int]) -> tuple[StageLayers, ...]:
+    return tuple(
+        StageLayers(_count(facts, stage), stage.embedding, stage.head, stage.rank)
+        for stage in _split(facts, num_stages, tuple(ranks))
+    )
+
+
+def _count(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
+    counts = [0] * len(facts.kinds)
+    for layer in stage.layers:
+        counts[facts.slot_of_layer[layer]] += 1
+    return tuple(counts)
+
+
+def _split(facts: ModelFacts, num_stages: int, ranks: tuple[int, ...]) -> list[Stage]:
+    """Layers dealt to stages by their cost, the head counted with the last; every stage has one at least."""
+    costs = [facts.layer_costs[slot] for slot in facts.slot_of_layer]
+    head = float(facts.head.num_in * facts.head.num_out)
+    stages, first, left = [], 0, sum(costs) + head
+    for index in range(num_stages):
+        target = left / (num_stages - index)
+        most = len(costs) - (num_stages - index - 1)
+        last, taken = first, 0.0
+        while last < most and (last == first or taken + costs[last] / 2 <= target):
+            taken += costs[last]
+            last += 1
+        if index == num_stages - 1:
+            last = len(costs)
+        stages.append(Stage(index, ranks[index], first, last, index == 0, index == num_stages - 1))
+        first, left = last, left - taken
+    return stages
+
+
+def simulate(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: float) -> float:
+    """Seconds from the first forward to the last backward pass."""
+    num, ranks = pipeline.num_micro_batches, pipeline.num_ranks
+    if ranks == 1:
+        return num * sum(stage.total for stage in seconds)
+    times = Times(
+        tuple(stage.forward for stage in seconds),
+        tuple(stage.backward - stage.weight_gradient for stage in seconds),
+        tuple(stage.weight_gradient for stage in seconds),
+        (send,) * (len(seconds) - 1),
+    )
+
+    def step(micro_batches: int) -> float:
+        schedule = _schedule(pipeline.schedule, ranks, micro_batches, pipeline.virtual_stages)
+        return simulate_schedule(schedule, times).step_seconds
+
+    return _extended(step, ranks, num)
+
+
+def _extended(of: object, ranks: int, num: int) -> float:
+    """A quantity that grows evenly with the rounds of micro-batches, by two schedules that are long enough to have settled."""
+    assert callable(of)
+    short, long = _SHORT_ROUNDS * ranks, _LONG_ROUNDS * ranks
+    rest = num % ranks
+    if num <= long + rest:
+        return float(of(num))
+    # The same remainder of a round in both, so that the end of the schedule is the end of this one.
+    low, high = float(of(short + rest)), float(of(long + rest))
+    return low + (high - low) / (long - short) * (num - short - rest)
+
+
+@lru_cache(maxsize=512)
+def _peaks(name: str, ranks: int, num: int, virtual: int | None) -> tuple[float, ...]:
+    @lru_cache(maxsize=4)
+    def peaks(micro_batches: int) -> tuple[int, ...]:
+        return peak_activations(_schedule(name, ranks, micro_batches, virtual))
+
+    return tuple(_extended(lambda m, rank=rank: peaks(m)[rank], ranks, num) for rank in range(ranks))
+
+
+@lru_cache(maxsize=512)
+def _schedule(name: str, ranks: int, num: int, virtual: int | None) -> Schedule:
+    return load_schedule(name, ranks, num, virtual)

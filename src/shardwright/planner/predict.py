@@ -1,0 +1,68 @@
+"""The planner's one question: what does this candidate cost on that cluster?"""
+
+from __future__ import annotations
+
+from shardwright.architecture import ModelShape
+from shardwright.hardware import Cluster
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.communication import Network
+from shardwright.planner.compute import Rates
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.facts import ModelFacts, facts_of
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.pipeline import PipelineShape, pipeline_of
+from shardwright.planner.prediction import MemoryParts, Prediction
+from shardwright.planner.step import StepCosts, predict_time
+
+
+def predict(shape: ModelShape, candidate: Candidate, cluster: Cluster, efficiency: Efficiency) -> Prediction:
+    """Memory and time of one optimizer step of `candidate` on `cluster`.
+
+    The candidate's layout must divide the model and the batch (`planner.rules` says whether it does); its world size may be
+    smaller than
+    the cluster, whose first ranks it then takes.
+
+    Raises:
+        InputError: a precision that the accelerator has no units for, or a schedule that does not fit the micro-batches.
+    """
+    return Predictor(facts_of(shape), cluster, efficiency).predict(candidate)
+
+
+class Predictor:
+    """Predicts many candidates of one model on one cluster; rates and collectives that were worked out are kept."""
+
+    def __init__(self, facts: ModelFacts, cluster: Cluster, efficiency: Efficiency) -> None:
+        self.facts, self.cluster, self.efficiency = facts, cluster, efficiency
+        self.network = Network(cluster, efficiency)
+        self._rates: dict[str, Rates] = {}
+
+    def rates(self, precision: str) -> Rates:
+        """What the device achieves in a precision."""
+        found = self._rates.get(precision)
+        if found is None:
+            found = self._rates[precision] = Rates(self.cluster, self.efficiency, precision)
+        return found
+
+    def memory(self, candidate: Candidate, pipeline: PipelineShape) -> MemoryParts:
+        """Of the fullest rank."""
+        loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
+        return max(loads, key=lambda parts: parts.total)
+
+    def predict(self, candidate: Candidate, memory: MemoryParts | None = None) -> Prediction:
+        """Memory and time; `memory` where it is known already."""
+        pipeline = pipeline_of(self.facts, candidate.layout, candidate.gradient_accumulation_steps)
+        rates = self.rates(candidate.precision)
+        costs = StepCosts(self.facts, candidate, rates, self.network)
+        flops = self.facts.model_flops_per_token(candidate.sequence_length, candidate.document_tokens)
+        capacity = self.cluster.accelerator.memory_bytes
+        if self.cluster.profile is not None:
+            capacity = self.cluster.profile.memory_bytes
+        return Prediction(
+            candidate=candidate,
+            num_gpus=candidate.layout.world_size,
+            memory=memory or self.memory(candidate, pipeline),
+            time=predict_time(costs, pipeline),
+            memory_capacity_bytes=capacity * self.efficiency.usable_share,
+            model_flops_per_step=flops * candidate.global_batch_tokens,
+            peak_flops_per_second=rates.peak,
+        )

@@ -1,0 +1,240 @@
+"""Seconds of one optimizer step by part: every stage's passes, the pipeline's own order of them, the data ranks' traffic, the
+update.
+
+Torch-free. What one micro-batch costs a stage is a sum over its layers; how the stages' passes wait for one another is
+simulated on the
+very schedule that will run (`planner.pipeline`); traffic of the data ranks hides behind what a stage computes, as far as it fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.communication import Network, groups_of
+from shardwright.planner.compute import LayerSeconds, Rates, end_seconds, layer_seconds, update_seconds
+from shardwright.planner.facts import Held, ModelFacts
+from shardwright.planner.memory import StageLoad, adapter_elements
+from shardwright.planner.pipeline import PipelineShape, StageSeconds, simulate
+from shardwright.planner.prediction import TimeParts
+from shardwright.planner.traffic import NOTHING, DataTraffic, Traffic, data_traffic, end_traffic, layer_traffic
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """One micro-batch through one stage: seconds of compute and traffic, forward and backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight_gradient: float = 0.0
+    traffic_forward: Traffic = NOTHING
+    traffic_backward: Traffic = NOTHING
+
+    @property
+    def seconds(self) -> StageSeconds:
+        """As the schedule sees it."""
+        return StageSeconds(
+            self.forward + self.traffic_forward.exposed,
+            self.backward + self.traffic_backward.exposed,
+            min(self.weight_gradient, self.backward),
+        )
+
+
+class StepCosts:
+    """What one candidate's layers cost; shared by all of its stages."""
+
+    def __init__(self, facts: ModelFacts, candidate: Candidate, rates: Rates, network: Network) -> None:
+        self.facts, self.candidate, self.rates, self.network = facts, candidate, rates, network
+        self.groups = groups_of(candidate.layout)
+        self.layers: list[tuple[LayerSeconds, Traffic, Traffic]] = []
+        for kind in facts.kinds:
+            seconds = layer_seconds(facts, kind, candidate, rates)
+            self.layers.append((seconds, *layer_traffic(facts, kind, candidate, network, self.groups, seconds)))
+        self.embedding, self.head = end_seconds(facts, candidate, rates)
+        self.end_forward, self.end_backward = end_traffic(facts, candidate, network, self.groups)
+
+    def stage(self, layers: tuple[int, ...], *, embedding: bool, head: bool) -> _Passes:
+        """One micro-batch through a stage with so many layers of each kind."""
+        forward = backward = weights = 0.0
+        traffic_forward = traffic_backward = NOTHING
+        for (seconds, going, coming), count in zip(self.layers, layers, strict=True):
+            if count:
+                forward += count * seconds.forward
+                backward += count * (seconds.backward + seconds.recompute)
+                weights += count * seconds.weight_gradient
+                if going is not NOTHING:
+                    traffic_forward += going * count
+                    traffic_backward += coming * count
+        if embedding:
+            forward, backward = forward + self.embedding / 2, backward + self.embedding / 2
+        if head:
+            # The loss makes its gradients in the forward pass; it is where the backward pass begins, so a schedule sees it there.
+            backward += self.head
+        if self.candidate.layout.tp > 1:
+            ends = (embedding + head) / 2
+            traffic_forward += Traffic(tensor=self.end_forward * ends)
+            traffic_backward += Traffic(tensor=self.end_backward * ends)
+        return _Passes(forward, backward, weights, traffic_forward, traffic_backward)
+
+
+def predict_time(costs: StepCosts, pipeline: PipelineShape) -> TimeParts:
+    """Seconds of one optimizer step, by part, on the rank that takes longest."""
+    candidate, network = costs.candidate, costs.network
+    passes = [costs.stage(stage.layers, embedding=stage.embedding, head=stage.head) for stage in pipeline.stages]
+    contention = network.efficiency.contention
+    passes = [_slowed(each, contention) for each in passes]
+    num = candidate.gradient_accumulation_steps
+    by_rank = [_rank_parts(costs, pipeline, passes, rank) for rank in range(pipeline.num_ranks)]
+    send = _send_seconds(costs)
+    makespan = simulate(pipeline, [each.seconds for each in passes], send)
+    busy = [num * sum(passes[stage].seconds.total for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
+    # The slowest rank is the one whose work and data traffic end last.
+    slowest = max(range(pipeline.num_ranks), key=lambda rank: busy[rank] + by_rank[rank].data + by_rank[rank].optimizer)
+    parts = by_rank[slowest]
+    sends = 2 * num * send * (1 - network.efficiency.pipeline_overlap) if pipeline.num_ranks > 1 else 0.0
+    waiting = max(0.0, makespan - busy[slowest])
+    pipeline_exposed = min(waiting, sends)
+    spent = makespan + parts.data + parts.optimizer
+    nodes = max(1.0, candidate.layout.world_size / network.cluster.domain_size)
+    return TimeParts(
+        compute=parts.compute,
+        tensor=parts.tensor,
+        context=parts.context,
+        expert=parts.expert,
+        pipeline=pipeline_exposed,
+        data=parts.data,
+        bubble=waiting - pipeline_exposed,
+        optimizer=parts.optimizer,
+        overhead=network.efficiency.step_seconds + spent * network.efficiency.straggler_share * log2(nodes),
+        hidden_tensor=parts.hidden_tensor,
+        hidden_context=parts.hidden_context,
+        hidden_expert=parts.hidden_expert,
+        hidden_pipeline=max(0.0, 2 * num * send - pipeline_exposed) if pipeline.num_ranks > 1 else 0.0,
+        hidden_data=parts.hidden_data,
+    )
+
+
+def _slowed(passes: _Passes, contention: float) -> _Passes:
+    """Compute takes longer while traffic runs beside it."""
+    forward = passes.forward + contention * passes.traffic_forward.hidden
+    backward = passes.backward + contention * passes.traffic_backward.hidden
+    return _Passes(forward, backward, passes.weight_gradient, passes.traffic_forward, passes.traffic_backward)
+
+
+def _send_seconds(costs: StepCosts) -> float:
+    candidate = costs.candidate
+    if candidate.layout.pp == 1:
+        return 0.0
+    tokens = candidate.micro_batch_size * candidate.sequence_length / candidate.layout.cp
+    if candidate.layout.sequence_parallel:
+        tokens /= candidate.layout.tp
+    return costs.network.send(costs.groups["pp"], tokens * costs.facts.shape.hidden_size * candidate.activation_bytes)
+
+
+def _rank_parts(costs: StepCosts, pipeline: PipelineShape, passes: list[_Passes], rank: int) -> TimeParts:
+    """A rank's own seconds, waiting for others left out."""
+    candidate = costs.candidate
+    num = candidate.gradient_accumulation_steps
+    mine = [passes[stage] for stage in pipeline.stages_of(rank)]
+    forward, backward = sum(each.forward for each in mine), sum(each.backward for each in mine)
+    traffic = NOTHING
+    for each in mine:
+        traffic = traffic + each.traffic_forward + each.traffic_backward
+    load = pipeline.load_of(rank)
+    exposed, hidden = _data(costs, load, forward, backward)
+    owned = _owned(costs, load)
+    slowdown = costs.network.efficiency.contention * hidden
+    return TimeParts(
+        compute=num * (forward + backward),
+        tensor=num * traffic.tensor,
+        context=num * traffic.context,
+        expert=num * traffic.expert,
+        data=exposed + slowdown,
+        optimizer=update_seconds(owned, candidate, costs.rates) + _offload_seconds(costs, owned),
+        hidden_tensor=num * traffic.hidden_tensor,
+        hidden_context=num * traffic.hidden_context,
+        hidden_expert=num * traffic.hidden_expert,
+        hidden_data=hidden,
+    )
+
+
+def _offload_seconds(costs: StepCosts, owned: float) -> float:
+    """Gradients down to the host's memory, weights up again: 4 bytes each way over PCIe, about 25 GB/s."""
+    return 0.0 if costs.candidate.offload == "none" else owned * 8 / 25e9
+
+
+def _held(costs: StepCosts, load: StageLoad) -> tuple[Held, Held, Held]:
+    """Of a rank: what all its layers hold, what one group of them holds, and what the ends hold."""
+    facts = costs.facts
+    held = facts.held(costs.candidate.layout)
+    layers, group = Held(), Held()
+    for layer, count in zip(held.layers, load.layers, strict=True):
+        layers += layer * count
+        if count and layer.whole > group.whole:
+            group = layer
+    ends = Held()
+    if load.embedding or (load.head and facts.shape.tied_embeddings):
+        ends += held.embedding
+    if load.head:
+        ends += held.head
+    return layers, group * min(costs.candidate.layout.wrap_blocks, max(1, sum(load.layers))), ends
+
+
+def _owned(costs: StepCosts, load: StageLoad) -> float:
+    """Parameters that the rank updates."""
+    zero = costs.candidate.layout.zero_stage
+    if costs.candidate.adapter is not None:
+        adapters = adapter_elements(costs.facts, costs.candidate, load)
+        return adapters.shard if zero >= 1 else adapters.whole
+    layers, _, ends = _held(costs, load)
+    return layers.shard + ends.shard if zero >= 1 else layers.whole + ends.whole
+
+
+def _data(costs: StepCosts, load: StageLoad, forward: float, backward: float) -> tuple[float, float]:
+    """Seconds of the data ranks' traffic in a step: exposed, and hidden behind compute.
+
+    Forward passes hide gathers; backward passes hide gathers and reductions. What is first gathered and what is last reduced has
+    nothing to hide behind.
+    """
+    candidate, network, layout = costs.candidate, costs.network, costs.candidate.layout
+    if layout.dp_replicate * layout.fsdp == 1:
+        return 0.0, 0.0
+    parts = _held(costs, load)
+    num_groups = -(-sum(load.layers) // layout.wrap_blocks)
+    if candidate.adapter is not None:
+        adapters = adapter_elements(costs.facts, candidate, load)
+        frozen = parts if layout.zero_stage == 3 else (Held(), Held(), Held())
+        gathers = data_traffic(frozen, num_groups, candidate, network, costs.groups)
+        sums = data_traffic((adapters, Held(), Held()), num_groups, candidate, network, costs.groups)
+        traffic = DataTraffic(gathers.gather, sums.reduce, gathers.first, sums.last, sums.replicas)
+    else:
+        traffic = data_traffic(parts, num_groups, candidate, network, costs.groups)
+    return _overlap(candidate, network, traffic, forward, backward)
+
+
+def _overlap(candidate: Candidate, network: Network, traffic: DataTraffic, forward: float, backward: float) -> tuple[float, float]:
+    num, stage, share = candidate.gradient_accumulation_steps, candidate.layout.zero_stage, network.efficiency.data_overlap
+    sharded = stage >= 1 and candidate.layout.fsdp > 1
+    gathers_forward = num if stage == 3 and sharded else 1 if sharded else 0
+    gathers_backward = num if stage == 3 and sharded else 0
+    every = sharded and (stage == 3 or (stage == 2 and not candidate.engine.defers_stage_2))
+    reductions = num if every else 1
+    exposed = hidden = 0.0
+
+    def pass_by(window: float, wanted: float, bare: float, times: int) -> None:
+        nonlocal exposed, hidden
+        covered = min(share * wanted, max(0.0, window), max(0.0, wanted - bare))
+        exposed += times * (wanted - covered)
+        hidden += times * covered
+
+    if gathers_forward:
+        pass_by(forward, traffic.gather, traffic.first, gathers_forward)
+    # The last backward pass also carries the sum over replicas, the others (at stage 3, or 2) their own gathers and reductions.
+    gather = traffic.gather - traffic.first if gathers_backward else 0.0
+    if reductions > 1:
+        pass_by(backward, gather + traffic.reduce, traffic.last, reductions - 1)
+    elif gathers_backward > 1:
+        pass_by(backward, gather, 0.0, gathers_backward - 1)
+    pass_by(backward, gather + traffic.reduce + traffic.replicas, traffic.last, 1)
+    return exposed, hidden

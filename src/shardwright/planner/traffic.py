@@ -1,0 +1,199 @@
+"""Seconds of each cut's traffic for one layer and one micro-batch, exposed and hidden, and of the data ranks' for one step.
+Torch-free.
+
+Legend: N tokens of the micro-batch on this rank, D hidden, K width of its keys (or values), c bytes per activation, k experts
+per token.
+
+    cut                 forward                             backward
+    tensor              2 all-reduces of N D c; under sequence parallelism 2 all-gathers and 2 reduce-scatters; the same again
+    context, ring       cp - 1 sends of 2 N K c             cp - 1 sends of that and of its gradients in fp32, behind attention
+    context, all_gather one all-gather of cp 2 N K c        its reduce-scatter
+    context, ulysses    exchanges of N (2 Q + 2 K) c        the same
+    expert              2 exchanges of k N D c              the same
+Recomputation repeats what lies inside a block's forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shardwright.planner.activations import micro_batch_tokens
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.communication import Group, Network
+from shardwright.planner.compute import LayerSeconds
+from shardwright.planner.facts import Held, LayerKind, ModelFacts
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of one direction through one layer (or a stage)."""
+
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    hidden_tensor: float = 0.0
+    hidden_context: float = 0.0
+    hidden_expert: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """What nothing hides."""
+        return self.tensor + self.context + self.expert
+
+    @property
+    def hidden(self) -> float:
+        """What runs beside compute."""
+        return self.hidden_tensor + self.hidden_context + self.hidden_expert
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+    def __mul__(self, times: float) -> Traffic:
+        return Traffic(*(getattr(self, part.name) * times for part in fields(self)))
+
+
+NOTHING = Traffic()
+
+
+def layer_traffic(
+    facts: ModelFacts,
+    kind: LayerKind,
+    candidate: Candidate,
+    network: Network,
+    groups: dict[str, Group],
+    seconds: LayerSeconds,
+) -> tuple[Traffic, Traffic]:
+    """Forward and backward (recomputation included) of one layer."""
+    layout, efficiency = candidate.layout, network.efficiency
+    if layout.tp == 1 and layout.cp == 1 and layout.ep == 1:
+        return NOTHING, NOTHING
+    again = candidate.recompute != "none"
+    tensor_forward, tensor_backward = _tensor(facts, candidate, network, groups["tp"])
+    expert = _expert(facts, kind, candidate, network, groups["ep"])
+    context_forward, context_backward, hideable = _context(facts, candidate, network, groups["cp"])
+    directions = []
+    for tensor, context, experts, attention in (
+        (tensor_forward, context_forward, expert, seconds.attention_forward),
+        (
+            tensor_backward + again * tensor_forward,
+            context_backward + (candidate.recompute == "full") * context_forward,
+            expert * (1 + again),
+            seconds.attention_backward,
+        ),
+    ):
+        hidden_tensor = tensor * efficiency.tensor_overlap
+        hidden_context = min(context, attention) * efficiency.context_overlap if hideable else 0.0
+        hidden_expert = experts * efficiency.expert_overlap
+        directions.append(
+            Traffic(
+                tensor - hidden_tensor,
+                context - hidden_context,
+                experts - hidden_expert,
+                hidden_tensor,
+                hidden_context,
+                hidden_expert,
+            )
+        )
+    return directions[0], directions[1]
+
+
+def _tensor(facts: ModelFacts, candidate: Candidate, network: Network, group: Group) -> tuple[float, float]:
+    if group.num_ranks == 1:
+        return 0.0, 0.0
+    size = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    if not candidate.layout.sequence_parallel:
+        once = 2 * network.all_reduce(group, size)
+        return once, once
+    gather, scatter = network.all_gather(group, size), network.reduce_scatter(group, size)
+    again = 0.0 if candidate.engine.keeps_gathered_sequence else 2 * gather
+    return 2 * (gather + scatter), 2 * (gather + scatter) + again
+
+
+def end_traffic(facts: ModelFacts, candidate: Candidate, network: Network, groups: dict[str, Group]) -> tuple[float, float]:
+    """Seconds of tensor-parallel traffic per micro-batch outside the layers: the embedding's sum, the head's input; both
+    directions."""
+    group = groups["tp"]
+    if group.num_ranks == 1:
+        return 0.0, 0.0
+    size = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    if not candidate.layout.sequence_parallel:
+        return network.all_reduce(group, size), network.all_reduce(group, size)
+    both = network.all_gather(group, size) + network.reduce_scatter(group, size)
+    return both, both
+
+
+def choose_context_method(facts: ModelFacts, candidate: Candidate) -> str:
+    """What `auto` means: the ring, which holds no more than its share of keys and values."""
+    del facts
+    return "ring" if candidate.layout.cp_method == "auto" else candidate.layout.cp_method
+
+
+def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: Group) -> tuple[float, float, bool]:
+    """Seconds forward and backward, and whether attention can hide them."""
+    cp, shape, tp = group.num_ranks, facts.shape, candidate.layout.tp
+    if cp == 1:
+        return 0.0, 0.0, False
+    per_token = candidate.activation_bytes * micro_batch_tokens(candidate)
+    keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
+    method = choose_context_method(facts, candidate)
+    if method == "ulysses":
+        heads = per_token * (shape.query_width / tp + 2 * keys)
+        both = network.all_to_all(group, heads) + network.all_to_all(group, per_token * shape.value_width / tp)
+        return both, both, False
+    pair = 2 * keys * per_token
+    if method == "all_gather":
+        return network.all_gather(group, cp * pair), network.reduce_scatter(group, cp * pair), False
+    neighbour = Group(cp, group.stride)
+    gradients = pair * 4 / candidate.activation_bytes
+    return (cp - 1) * network.send(neighbour, pair), (cp - 1) * network.send(neighbour, pair + gradients), True
+
+
+def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: Network, group: Group) -> float:
+    experts = facts.shape.experts
+    if group.num_ranks == 1 or experts is None or not kind.shape.sparse:
+        return 0.0
+    rows = micro_batch_tokens(candidate) * experts.experts_per_token
+    return 2 * network.all_to_all(group, rows * facts.shape.hidden_size * candidate.activation_bytes)
+
+
+@dataclass(frozen=True)
+class DataTraffic:
+    """Seconds of the data ranks' traffic on one pipeline rank. `gather` and `reduce` are of all its parameters once, `first`
+    and `last`
+    of what nothing can hide: the first group gathered, the last one reduced. `replicas` sums shards over dp_replicate, once a
+    step."""
+
+    gather: float = 0.0
+    reduce: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    replicas: float = 0.0
+
+
+def data_traffic(
+    parts: tuple[Held, Held, Held], num_groups: int, candidate: Candidate, network: Network, groups: dict[str, Group]
+) -> DataTraffic:
+    """Gathers and reductions of a rank's parameters: those of its layers together, of one group of them, and of the ends."""
+    layout = candidate.layout
+    layers, group, ends = parts
+    gather_size = candidate.engine.gather_bytes or float(candidate.activation_bytes)
+    reduce_size = candidate.engine.reduce_bytes or (2.0 if candidate.reduce_in_bf16 else float(candidate.master_bytes))
+    if layout.zero_stage == 0 or layout.fsdp == 1:
+        everybody = Group(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
+        total = network.all_reduce(everybody, (layers.whole + ends.whole) * reduce_size)
+        buckets = max(1.0, (layers.whole + ends.whole) * reduce_size / layout.bucket_size_bytes)
+        return DataTraffic(reduce=total, last=total / buckets)
+
+    def over(held: Held, times: float, size: float, collective: str) -> float:
+        call = getattr(network, collective)
+        dense, expert = (held.whole - held.expert_whole) * size / times, held.expert_whole * size / times
+        return times * float(call(groups["fsdp"], dense) + call(groups["efsdp"], expert))
+
+    pieces = max(1, num_groups)
+    return DataTraffic(
+        gather=over(layers, pieces, gather_size, "all_gather") + over(ends, 1, gather_size, "all_gather"),
+        reduce=over(layers, pieces, reduce_size, "reduce_scatter") + over(ends, 1, reduce_size, "reduce_scatter"),
+        first=over(ends, 1, gather_size, "all_gather") + over(group, 1, gather_size, "all_gather"),
+        last=over(ends, 1, reduce_size, "reduce_scatter"),
+        replicas=network.all_reduce(groups["dp_replicate"], (layers.shard + ends.shard) * reduce_size),
+    )
