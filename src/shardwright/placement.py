@@ -13,7 +13,7 @@ from shardwright.architecture.parameters import Role
 from shardwright.errors import LayoutError
 from shardwright.layout import DATA_AXES, Layout, ParameterLayout, Section, Shard, Stage, in_use
 
-Cut = Literal["columns", "rows", "vocabulary", "residual", "heads"]
+Cut = Literal["columns", "rows", "vocabulary", "residual", "heads", "partial", "expert_columns", "expert_rows"]
 """What tensor parallelism does to a parameter.
 
     columns      cut over its outputs; each rank computes its own features
@@ -21,6 +21,11 @@ Cut = Literal["columns", "rows", "vocabulary", "residual", "heads"]
     vocabulary   cut over the rows of the vocabulary
     residual     whole, and used on the residual stream: under sequence parallelism each rank sees some tokens of it
     heads        whole, and used on the heads that a rank has: every rank has a part of the gradient
+    partial      whole, and used before what is cut: latents before the heads, the router before the experts' features. Every
+                 rank has a part of the gradient
+    expert_columns, expert_rows
+                 the same within each expert; expert parallelism cuts the experts themselves. The rows' bias is added on the
+                 first rank, before the sum
 """
 
 TENSOR_CUTS: dict[Role, Cut] = {
@@ -39,7 +44,20 @@ TENSOR_CUTS: dict[Role, Cut] = {
     "up": "columns",
     "gate_up": "columns",
     "down": "rows",
+    "sinks": "columns",
+    "query_latent": "partial",
+    "query_latent_norm": "partial",
+    "key_value_latent": "partial",
+    "key_value_latent_norm": "partial",
+    "key_value": "columns",
+    "router": "partial",
+    "balance_bias": "residual",
+    "expert_gate_up": "expert_columns",
+    "expert_down": "expert_rows",
 }
+
+EXPERT_CUTS: tuple[Cut, ...] = ("expert_columns", "expert_rows")
+"""Of parameters whose dimension 0 is the experts: cut over `ep`, and by ZeRO over `efsdp`."""
 
 
 def place(shape: ModelShape, layout: Layout, stages: Sequence[Stage] | None = None) -> dict[str, ParameterLayout]:
@@ -53,22 +71,42 @@ def place(shape: ModelShape, layout: Layout, stages: Sequence[Stage] | None = No
 
 def _place(spec: ParameterSpec, shape: ModelShape, layout: Layout, stages: Sequence[Stage] | None) -> ParameterLayout:
     cut = TENSOR_CUTS[spec.role]
-    shard = None if layout.tp == 1 else _tensor_shard(spec, cut, shape, layout.tp)
-    partial = shard is None and (cut == "heads" or layout.sequence_parallel)
-    shards = [] if shard is None else [shard]
-    if layout.zero_stage >= 1 and layout.fsdp > 1:
-        shards.append(Shard("fsdp", 0))
-    summed = in_use(layout, *DATA_AXES, *(("tp",) if partial else ()))
+    # Tokens come to experts over ep: a rank's gradient is already that of the tokens of all of these ranks.
+    exchanged = cut in EXPERT_CUTS and layout.ep > 1
+    zero_axis, data_axes = ("efsdp", ("dp_replicate", "efsdp")) if exchanged else ("fsdp", DATA_AXES)
+    shards = [Shard("ep", 0)] if exchanged else []
+    within = None if layout.tp == 1 else _tensor_shard(spec, cut, shape, layout.tp)
+    shards += [] if within is None else [within]
+    # What no gradient trains stays whole: FSDP2 would hand it out rounded to the compute precision.
+    if layout.zero_stage >= 1 and layout.degree(zero_axis) > 1 and spec.trained:
+        shards.append(Shard(zero_axis, 0))
+    partial = within is None and (cut in ("heads", "partial", *EXPERT_CUTS) or layout.sequence_parallel)
+    summed = in_use(layout, *data_axes, *(("tp",) if partial else ()))
     holders = (0,) if stages is None else _holders(spec, shape, stages)
     if len(holders) > 1:
         summed = ("pp", *summed)
     cut_axes = {axis for part in shards for axis in (("dp_shard", "cp") if part.axis == "fsdp" else (part.axis,))}
-    copies = tuple(axis for axis in in_use(layout, *DATA_AXES, "tp") if axis not in cut_axes)
+    copies = tuple(axis for axis in in_use(layout, *data_axes, "tp") if axis not in cut_axes)
     return ParameterLayout(spec.name, spec.shape, tuple(shards), copies, summed, holders)
+
+
+def _expert_shard(spec: ParameterSpec, shape: ModelShape, degree: int) -> Shard | None:
+    """How `degree` tensor-parallel ranks cut each expert of a stack; None for the down projection's bias, which stays whole."""
+    experts = shape.experts
+    assert experts is not None
+    inner, transposed = experts.intermediate_size, experts.matrix_layout == "in_out"
+    if spec.role == "expert_down":
+        return None if spec.is_bias else Shard("tp", 1 if transposed else 2, (Section(0, inner, degree),))
+    outputs = 1 if spec.is_bias or not transposed else 2
+    if experts.gate_up_layout == "interleaved":
+        return Shard("tp", outputs, (Section(0, 2 * inner, degree),))
+    return Shard("tp", outputs, (Section(0, inner, degree), Section(inner, inner, degree)))
 
 
 def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
     """How `degree` ranks cut the parameter; None where each holds all of it."""
+    if cut in EXPERT_CUTS:
+        return _expert_shard(spec, shape, degree)
     if cut == "vocabulary":
         return Shard("tp", 0, (Section(0, spec.shape[0], degree),))
     outputs, inputs = (0, 1) if shape.matrix_layout == "out_in" else (1, 0)
@@ -128,7 +166,32 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
                 got=tp,
                 allowed=f"a divisor or a multiple of {shape.num_kv_heads}",
             )
-        _check_divides("features of the feed-forward", shape.intermediate_size, "layout.tp", tp)
+        if not all(layer.sparse for layer in shape.layers):
+            _check_divides("features of the feed-forward", shape.intermediate_size, "layout.tp", tp)
+        if shape.experts is not None:
+            _check_divides("features of an expert", shape.experts.intermediate_size, "layout.tp", tp)
+            if shape.experts.shared_intermediate_size:
+                _check_divides("features of the shared experts", shape.experts.shared_intermediate_size, "layout.tp", tp)
+    _check_experts(shape, layout)
+
+
+def _check_experts(shape: ModelShape, layout: Layout) -> None:
+    if layout.ep == 1:
+        return
+    if shape.experts is None:
+        raise LayoutError(
+            "this model has no experts to lie over ranks", field="layout.ep", got=layout.ep, allowed="1", remedy="Leave ep out"
+        )
+    if shape.experts.num_experts % layout.ep:
+        works = [d for d in range(1, layout.fsdp + 1) if shape.experts.num_experts % d == 0 and layout.fsdp % d == 0]
+        nearest = min(works, key=lambda degree: (abs(degree - layout.ep), degree))
+        raise LayoutError(
+            f"{shape.experts.num_experts} experts do not lie evenly over {layout.ep} ranks",
+            field="layout.ep",
+            got=layout.ep,
+            allowed=f"a divisor of {shape.experts.num_experts} and of dp_shard x cp = {layout.fsdp}",
+            remedy=f"The nearest that works is ep={nearest}",
+        )
 
 
 def _check_divides(what: str, number: int, field: str, degree: int) -> None:
