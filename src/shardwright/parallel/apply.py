@@ -64,6 +64,7 @@ def apply_layout(
     *,
     fill: Fill,
     compile_blocks: bool = False,
+    storage: AbstractContextManager[Any] | None = None,
 ) -> ParallelModel:
     """Cut a decoder as the plan says and fill what this rank holds.
 
@@ -73,6 +74,7 @@ def apply_layout(
         device: where the rank computes.
         fill: gives any slice of any parameter by name.
         compile_blocks: torch.compile each block.
+        storage: entered while memory is given and filled: a rehearsal's tensors are none.
 
     Raises:
         LayoutError: degrees that do not divide the model, or are not built yet.
@@ -96,8 +98,9 @@ def apply_layout(
     if sharded:
         assert mesh is not None
         groups = shard(decoder, layout, mesh, kinds)
-    decoder.to_empty(device=device)
-    _fill(decoder, layouts, layout, here, fill)
+    with storage or nullcontext():
+        decoder.to_empty(device=device)
+        _fill(decoder, layouts, layout, here, fill)
     module: nn.Module = decoder
     replicas = None if mesh is None or sharded else mesh.group("dp_replicate", "fsdp")
     if replicas is not None:
