@@ -27,6 +27,8 @@ class Framework:
     engine: Engine
     zero_stage: ZeroStage = 1
     recompute: RecomputeKind | None = None
+    recompute_of_shards: RecomputeKind | None = None
+    """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
     flash_attention: bool = True
     compile: bool = False
     sequence_parallel: bool = True
@@ -38,7 +40,7 @@ _MIXED = {"weight_bytes": 2.0, "master_bytes": 4.0, "casts_at_use": False}
 
 FRAMEWORKS: dict[str, Framework] = {
     "nanotron": Framework(
-        Engine("nanotron", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
+        Engine("nanotron", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, keeps_gathered_sequence=False),
         recompute="none",
         links={"Hopper": "efa-p5"},
     ),
@@ -74,9 +76,10 @@ FRAMEWORKS: dict[str, Framework] = {
         recompute="selective",
     ),
     "litgpt": Framework(
-        Engine("litgpt", weight_bytes=2.0, gradient_bytes=2.0, casts_at_use=False),
-        zero_stage=0,
+        Engine("litgpt", weight_bytes=2.0, gradient_bytes=2.0, casts_at_use=False, gated_tensors=4.0, norm_tensors=3.0),
+        zero_stage=3,
         recompute="none",
+        recompute_of_shards="full",
         sequence_parallel=False,
     ),
     "deepspeed": Framework(

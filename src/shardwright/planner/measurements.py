@@ -217,18 +217,24 @@ def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind | 
     stated = row["recompute"]
     if stated in ("none", "selective", "full"):
         return stated  # type: ignore[return-value]
+    if framework.recompute_of_shards and (_whole(row, "gpus") or 1) > 1:
+        return framework.recompute_of_shards
     return "selective" if row["notes.selective"] else framework.recompute
 
 
 def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, micro: int, recompute: RecomputeKind) -> Candidate:
-    total = _whole(row, "global_batch")
+    total = _whole(row, "global_batch") or micro * layout.data_ranks * layout.pp
+    steps = max(1, round(total / (micro * layout.data_ranks)))
+    if layout.virtual_stages and steps % layout.pp:
+        # Interleaving wants whole rounds of micro-batches; a row that has none ran something else.
+        layout = replace(layout, schedule="1f1b", virtual_stages=None)
     precision: Precision = {"fp8": "fp8", "fp16": "fp16", "nvfp4": "nvfp4", "fp32": "fp32"}.get(row["precision"], "bf16")  # type: ignore[assignment]
     engine = _engine(row, framework)
     return Candidate(
         layout=layout,
         sequence_length=_whole(row, "seq_len") or 2048,
         micro_batch_size=micro,
-        gradient_accumulation_steps=max(1, round((total or micro * layout.data_ranks * layout.pp) / (micro * layout.data_ranks))),
+        gradient_accumulation_steps=steps,
         precision=precision,
         recompute=recompute,
         adapter=_adapter(row),
@@ -265,6 +271,7 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
 
 def _features(row: Mapping[str, str]) -> tuple[str, ...]:
     named = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
+    named.append("power_limited" if "power limited" in row["gpu"] else "")
     return tuple(name for name in named if name)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from shardwright.planner.achieved import Efficiencies, load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.measurements import Case
+from shardwright.planner.predict import predict
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.simulate import predict
 from shardwright.units import GIB_BYTES
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -59,4 +59,6 @@ def choices(case: Case) -> Iterator[Candidate]:
     sizes = [stated.micro_batch_size] if case.micro_batch_stated else [m for m in MICRO_BATCHES if per_rank % m == 0] or [1]
     for recompute in (stated.recompute,) if case.recompute_stated else ("none", "selective", "full"):
         for size in sizes:
-            yield replace(stated, recompute=recompute, micro_batch_size=size, gradient_accumulation_steps=max(1, per_rank // size))
+            steps = max(1, per_rank // size)
+            if not stated.layout.virtual_stages or steps % stated.layout.pp == 0:
+                yield replace(stated, recompute=recompute, micro_batch_size=size, gradient_accumulation_steps=steps)
