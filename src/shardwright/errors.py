@@ -4,6 +4,7 @@
     ├── InputError                  2   what was given is wrong: field, got, allowed, remedy
     │   ├── RecipeError                 the YAML recipe or a `--set`
     │   ├── LayoutError                 degrees that do not fit ranks, model or batch
+    │   ├── ScheduleError               a pipeline schedule that cannot be built, read or run
     │   ├── ArchitectureError           a config.json that we refuse
     │   ├── WeightsError                missing, surplus or mis-shaped tensors
     │   ├── TokenizerError              a tokenizer that is absent or does not fit the model
@@ -95,6 +96,10 @@ class RecipeError(InputError):
 
 class LayoutError(InputError):
     """A layout that does not fit the ranks, the model or the batch."""
+
+
+class ScheduleError(InputError):
+    """A pipeline schedule that cannot be built, read, or run to its end."""
 
 
 class ArchitectureError(InputError):

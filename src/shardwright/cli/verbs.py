@@ -62,6 +62,12 @@ def _compare() -> Callable[..., Any]:
     return compare_command
 
 
+def _schedule() -> Callable[..., Any]:
+    from shardwright.cli.schedule import schedule_command
+
+    return schedule_command
+
+
 def _checkpoint() -> typer.Typer:
     from shardwright.cli.checkpoint import app
 
@@ -83,5 +89,6 @@ VERBS = {
     "report": Verb("Draw what happened in a run as one page.", _report),
     "compare": Verb("Hold a run's loss against a reference's.", _compare),
     "checkpoint": Verb("List, verify and inspect checkpoints.", _checkpoint),
+    "schedule": Verb("Prove and draw a pipeline schedule.", _schedule),
     "schema": Verb("Print the JSON schema of recipes, for editors.", _schema),
 }

@@ -1,0 +1,174 @@
+"""`shardwright schedule`: a pipeline schedule proven, measured against its bubble, and drawn. Needs no model and no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwright.cli.options import JsonOutput
+from shardwright.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from shardwright.schedule import Proof, Schedule, Timeline, Times
+
+SCHEMA_VERSION = 1
+
+Subject = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, or a file with a row of actions per rank.",
+        show_default=False,
+    ),
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        "--stages", min=1, help="Ranks of the pipeline, for a name; each holds one stage, two or several.", show_default=False
+    ),
+]
+MicroBatches = Annotated[
+    int | None, typer.Option("--micro-batches", min=1, help="Micro-batches of a step, for a name.", show_default=False)
+]
+VirtualStages = Annotated[
+    int | None,
+    typer.Option("--virtual-stages", min=1, help="Stages on each rank, for interleaved_1f1b; default 2.", show_default=False),
+]
+GivenTimes = Annotated[
+    str,
+    typer.Option(
+        "--times",
+        metavar="F,I,W[,SEND]",
+        help="Time of a rank's forward, input gradients and weight gradients for a micro-batch, and of a message between ranks.",
+    ),
+]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it there too.", show_default=False)]
+AsText = Annotated[bool, typer.Option("--text", help="Print the actions, in the form that FILE takes, and nothing else.")]
+
+
+def schedule_command(
+    name: Subject,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    virtual_stages: VirtualStages = None,
+    times: GivenTimes = "1,1,1",
+    svg: Svg = None,
+    text: AsText = False,
+    as_json: JsonOutput = False,
+) -> None:
+    """Prove a pipeline schedule complete and free of deadlock, and show its bubble, its activations and its picture."""
+    from shardwright.schedule import FAMILIES, build_schedule, check, read_file, simulate, write_schedule
+    from shardwright.schedule.svg import draw_svg
+
+    if text and as_json:
+        raise ScheduleError("each is all of standard output", field="--text", remedy="Give --text or --json")
+    if name in FAMILIES:
+        if stages is None or micro_batches is None:
+            raise ScheduleError(
+                f"{name} needs --stages and --micro-batches", field="schedule", remedy="Say --stages 4 --micro-batches 8"
+            )
+        schedule = build_schedule(name, stages, micro_batches, virtual_stages)
+    else:
+        schedule = read_file(name)
+        _check_agrees(schedule, stages, micro_batches, virtual_stages)
+    proof, timeline = check(schedule), simulate(schedule, _read_times(times, schedule))
+    if svg is not None:
+        _write(svg, draw_svg(timeline))
+    if text:
+        sys.stdout.write(write_schedule(schedule))
+        return
+    if as_json:
+        sys.stdout.write(json.dumps(_as_dict(schedule, proof, timeline)) + "\n")
+    _show(schedule, proof, timeline, drawn=not as_json)
+
+
+def _check_agrees(schedule: Schedule, stages: int | None, micro_batches: int | None, virtual_stages: int | None) -> None:
+    per_rank = schedule.num_stages / schedule.num_ranks
+    for option, got, written in (
+        ("--stages", stages, schedule.num_ranks),
+        ("--micro-batches", micro_batches, schedule.num_micro_batches),
+        ("--virtual-stages", virtual_stages, per_rank),
+    ):
+        if got is not None and got != written:
+            raise ScheduleError(
+                f"{schedule.name} is written for {written:g}", field=option, got=got, allowed=f"{written:g}", remedy="Leave it out"
+            )
+
+
+def _read_times(text: str, schedule: Schedule) -> Times:
+    """Times of a rank's whole share of the model; its stages take equal parts of them."""
+    from shardwright.schedule import Times
+
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (3, 4) or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers[:3]):
+        raise ScheduleError(
+            "three or four numbers, not below 0", field="--times", got=text, allowed="F,I,W or F,I,W,SEND: 1,1,1,0.1"
+        )
+    share = schedule.num_ranks / schedule.num_stages
+    forward, inputs, weights = (number * share for number in numbers[:3])
+    return Times.uniform(schedule.num_stages, forward, inputs, weights, transfer=numbers[3] if len(numbers) == 4 else 0.0)
+
+
+def _write(path: Path, drawn: str) -> None:
+    try:
+        path.write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"cannot write {path}: {error.strerror}", field="--svg") from error
+
+
+def _as_dict(schedule: Schedule, proof: Proof, timeline: Timeline) -> dict[str, Any]:
+    p, m = schedule.num_ranks, schedule.num_micro_batches
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": schedule.name,
+        "num_ranks": p,
+        "num_stages": schedule.num_stages,
+        "num_micro_batches": m,
+        "rank_of_stage": list(schedule.rank_of_stage),
+        "step_time": timeline.step_seconds,
+        "utilisation": timeline.utilisation,
+        "one_stage_utilisation": m / (m + p - 1),
+        "bubble": timeline.bubble,
+        "peak_activations": list(proof.peak_activations),
+        "num_transfers": proof.num_transfers,
+        "rows": [[str(action) for action in row] for row in schedule.rows],
+    }
+
+
+def _show(schedule: Schedule, proof: Proof, timeline: Timeline, *, drawn: bool) -> None:
+    """Picture and numbers on standard output, or, beside JSON, the warning alone on standard error."""
+    from rich.console import Console
+
+    p, m = schedule.num_ranks, schedule.num_micro_batches
+    console = Console(stderr=not drawn, highlight=False)
+    if drawn:
+        from shardwright.schedule.drawing import draw
+
+        console.print(f"{schedule}: complete, in order, no deadlock", markup=False)
+        console.print(draw(timeline, console.width), soft_wrap=True, end="")
+        lines = [
+            ("utilisation", f"{timeline.utilisation:.1%}; m / (m + p - 1) = {m} / {m + p - 1} = {m / (m + p - 1):.1%}"),
+            ("bubble", f"{timeline.bubble:.1%} of the time that computing takes"),
+            (
+                "step",
+                f"{timeline.step_seconds:g} units of time, {timeline.step_seconds * timeline.utilisation:g} of them computing",
+            ),
+            ("activations", f"at most {' '.join(map(str, proof.peak_activations))} on ranks 0 to {p - 1}, {_unit_of(schedule)}"),
+            ("messages", f"{proof.num_transfers} a step"),
+        ]
+        for what, told in lines:
+            console.print(f"{what:<12} {told}", markup=False, soft_wrap=True)
+    if (warning := schedule.warning()) is not None:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _unit_of(schedule: Schedule) -> str:
+    share = schedule.num_stages // schedule.num_ranks
+    return "in micro-batches" if share == 1 else f"in micro-batches x stages ({share} stages a rank)"

@@ -1,0 +1,75 @@
+"""A schedule drawn in the terminal: a row per rank, a column per unit of time, from the simulator's times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwright.schedule.actions import KINDS
+from shardwright.schedule.simulate import Timeline
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_COLOURS: dict[str, tuple[str, str]] = {
+    "F": ("#9ecbff", "#5fa8f0"),
+    "B": ("#8fdcb0", "#4fbf85"),
+    "I": ("#b9ecc9", "#7fd6a2"),
+    "W": ("#ffd98a", "#eebb4d"),
+}
+"""Per kind: the colours of a rank's first, third, ... and second, fourth, ... stage. Black reads on all of them."""
+
+_FINEST = 24
+"""A unit of time is at least this fraction of an action's mean time: short ones share it."""
+
+
+def draw(timeline: Timeline, width: int = 100) -> Text:
+    """The schedule as coloured text, `width` characters wide; what is longer goes on below, in systems as music does.
+
+    An action shows its letter and micro-batch as far as its columns reach: `F3`, `B3`; a dot is waiting.
+    """
+    from rich.text import Text
+
+    schedule = timeline.schedule
+    unit = _unit(timeline)
+    cell = 1 + len(str(schedule.num_micro_batches - 1))
+    label = f"rank {schedule.num_ranks - 1} "
+    rows = [_row(timeline, rank, unit, cell) for rank in range(schedule.num_ranks)]
+    length = max(len(row) for row in rows)
+    per_system = max(cell, (width - len(label)) // cell * cell)
+    drawn = Text()
+    for begin in range(0, length, per_system):
+        if begin:
+            drawn.append("\n")
+        for rank, row in enumerate(rows):
+            drawn.append(f"rank {rank} ".ljust(len(label)))
+            for character, style in row[begin : begin + per_system]:
+                drawn.append(character, style=style)
+            drawn.append("\n")
+    for kind in KINDS:
+        if any(action.kind == kind for row in schedule.rows for action in row):
+            drawn.append(" ").append(f" {kind} ", style=f"black on {_COLOURS[kind][0]}").append(f" {KINDS[kind]} ")
+    if schedule.num_stages > schedule.num_ranks:
+        drawn.append("  darker: a rank's second, fourth, ... stage")
+    return drawn.append(f"\n  a column is {unit:g} units of time\n" if unit != 1 else "\n")
+
+
+def _row(timeline: Timeline, rank: int, unit: float, cell: int) -> list[tuple[str, str]]:
+    """One rank as characters with their styles."""
+    drawn: list[tuple[str, str]] = []
+    shades = {stage: number % 2 for number, stage in enumerate(timeline.schedule.stages_of(rank))}
+    for action, start, end in zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+        first, last = round(start / unit) * cell, round(end / unit) * cell
+        drawn += [("·", "dim")] * (first - len(drawn))
+        wide = last - len(drawn)
+        style = f"black on {_COLOURS[action.kind][shades[action.stage]]}"
+        drawn += [(character, style) for character in f"{action.kind}{action.micro_batch}".ljust(wide)[:wide]]
+    return drawn + [("·", "dim")] * (round(timeline.step_seconds / unit) * cell - len(drawn))
+
+
+def _unit(timeline: Timeline) -> float:
+    """What a column stands for: the shortest action, unless that is far shorter than most."""
+    durations = [
+        e - s for starts, ends in zip(timeline.starts, timeline.ends, strict=True) for s, e in zip(starts, ends, strict=True)
+    ]
+    positive = [duration for duration in durations if duration > 0]
+    return max(min(positive), sum(positive) / len(positive) / _FINEST) if positive else 1.0

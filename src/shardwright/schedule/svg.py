@@ -1,0 +1,98 @@
+"""A schedule drawn as one self-contained SVG, readable on light and dark pages, from the simulator's times."""
+
+from __future__ import annotations
+
+from html import escape
+
+from shardwright.schedule.actions import KINDS
+from shardwright.schedule.simulate import Timeline
+
+_LEFT, _RIGHT, _TOP, _ROW, _BAR = 58, 14, 44, 26, 22
+_MIN_LABEL = 11
+"""Pixels below which an action carries no number."""
+
+_STYLE = """
+text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#333}
+.n{font-size:11px;fill:#111;text-anchor:middle}
+.g{stroke:#8886;stroke-width:1}
+.p{fill:#8882}
+.h{font-weight:600}
+.F0{fill:#9ecbff}.F1{fill:#5fa8f0}.B0{fill:#8fdcb0}.B1{fill:#4fbf85}
+.I0{fill:#b9ecc9}.I1{fill:#7fd6a2}.W0{fill:#ffd98a}.W1{fill:#eebb4d}
+@media (prefers-color-scheme:dark){text{fill:#ddd}.n{fill:#111}}
+"""
+
+
+def draw_svg(timeline: Timeline, width: int = 960) -> str:
+    """The schedule as SVG: a bar per action with its micro-batch, a row per rank, time along the bottom."""
+    schedule, total = timeline.schedule, timeline.step_seconds
+    scale = (width - _LEFT - _RIGHT) / total
+    bottom = _TOP + _ROW * schedule.num_ranks
+    height = bottom + 40
+    told = (
+        f"{schedule}. The step takes {total:g} units of time; ranks compute {timeline.utilisation:.1%} of it. "
+        "A row per rank, a bar per action with the number of its micro-batch."
+    )
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'role="img" aria-labelledby="t d">',
+        f'<title id="t">{escape(str(schedule))}</title><desc id="d">{escape(told)}</desc><style>{_STYLE}</style>',
+        f'<text class="h" x="{_LEFT}" y="18">{escape(str(schedule))}</text>',
+        f'<text x="{width - _RIGHT}" y="18" text-anchor="end">utilisation {timeline.utilisation:.1%}</text>',
+        *_legend(timeline),
+    ]
+    for rank in range(schedule.num_ranks):
+        out += _bars(timeline, rank, scale)
+    for tick in _ticks(total):
+        at = _LEFT + tick * scale
+        out.append(
+            f'<path class="g" d="M{at:.1f} {bottom}v5"/><text x="{at:.1f}" y="{bottom + 19}" text-anchor="middle">{tick:g}</text>'
+        )
+    out.append(f'<text x="{width - _RIGHT}" y="{bottom + 35}" text-anchor="end">units of time</text></svg>')
+    return "\n".join(out) + "\n"
+
+
+def _bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
+    top = _TOP + _ROW * rank
+    stages = timeline.schedule.stages_of(rank)
+    out = [
+        f'<text x="0" y="{top + 15}">rank {rank}</text>',
+        f'<rect class="p" x="{_LEFT}" y="{top}" width="{timeline.step_seconds * scale:.1f}" height="{_BAR}"/>',
+    ]
+    for action, start, end in zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+        x, wide = _LEFT + start * scale, (end - start) * scale
+        out.append(
+            f'<rect class="{action.kind}{stages.index(action.stage) % 2}" x="{x:.1f}" y="{top}" width="{max(wide - 0.8, 0.4):.1f}" '
+            f'height="{_BAR}" rx="2"><title>{action}: {start:g} to {end:g}</title></rect>'
+        )
+        if wide >= _MIN_LABEL * (0.5 + 0.5 * len(str(action.micro_batch))):
+            out.append(f'<text class="n" x="{x + wide / 2:.1f}" y="{top + 15}">{action.micro_batch}</text>')
+    return out
+
+
+def _legend(timeline: Timeline) -> list[str]:
+    """A swatch per kind that occurs; two where ranks hold several stages."""
+    schedule, out, x = timeline.schedule, [], _LEFT
+    shades = 2 if schedule.num_stages > schedule.num_ranks else 1
+    for kind, what in KINDS.items():
+        if any(action.kind == kind for row in schedule.rows for action in row):
+            out += [
+                f'<rect class="{kind}{shade}" x="{x + 13 * shade}" y="26" width="12" height="10" rx="2"/>'
+                for shade in range(shades)
+            ]
+            out.append(f'<text x="{x + 13 * shades + 4}" y="35">{what}</text>')
+            x += 13 * shades + 24 + 7 * len(what)
+    if shades == 2:
+        out.append(f'<text x="{x}" y="35">darker: a rank\'s second, fourth, ... stage</text>')
+    return out
+
+
+def _ticks(total: float) -> list[float]:
+    """About ten round numbers from 0 to the end."""
+    step = 1.0
+    while total / step > 14:
+        step *= 10
+    while total / step < 1.4:
+        step /= 10
+    step = next(step * part for part in (0.1, 0.2, 0.5, 1.0) if total / (step * part) <= 14)
+    return [number * step for number in range(int(total / step + 1e-9) + 1)]

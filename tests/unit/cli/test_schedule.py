@@ -1,0 +1,76 @@
+"""`shardwright schedule`: numbers, pictures, files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import run
+from shardwright.errors import ExitCode
+
+
+def test_a_named_schedule_is_shown_with_its_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "out.svg"
+    assert run(["schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--svg", str(picture)]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    for words in ("no deadlock", "72.7%; m / (m + p - 1) = 8 / 11 = 72.7%", "37.5%", "4 3 2 1", "rank 3 ······F0B0"):
+        assert words in shown
+    assert "warning" not in shown
+    assert picture.read_text().startswith("<svg")
+
+
+def test_too_few_micro_batches_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["schedule", "zb_h1", "--stages", "4", "--micro-batches", "4"])
+    assert "warning: 4 micro-batches for 4 pipeline ranks: at best 4 / 7 = 57%" in capsys.readouterr().out
+
+
+def test_json_is_all_of_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["schedule", "interleaved_1f1b", "--stages", "2", "--micro-batches", "2", "--virtual-stages", "3", "--json"])
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["schema_version"] == 1
+    assert told["rank_of_stage"] == [0, 1, 0, 1, 0, 1]
+    assert told["bubble"] == pytest.approx(1 / 6)
+    assert "warning" in err
+
+
+def test_text_goes_round_through_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(["schedule", "zbv", "--stages", "2", "--micro-batches", "4", "--text"])
+    text = capsys.readouterr().out
+    path = tmp_path / "own.csv"
+    path.write_text(text)
+    assert run(["schedule", str(path), "--text"]) == ExitCode.DONE
+    assert capsys.readouterr().out == text
+
+
+def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = []
+    for times in ("1,1,1", "1,1,1,0.5", "2,2,2"):
+        run(["schedule", "1f1b", "--stages", "2", "--micro-batches", "4", "--times", times, "--json"])
+        steps.append(json.loads(capsys.readouterr().out)["step_time"])
+    assert steps[0] < steps[1] < steps[2] == 2 * steps[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["1f1b", "--stages", "4"], "needs --stages and --micro-batches"),
+        (["2f2b", "--stages", "4", "--micro-batches", "4"], "allowed: gpipe, 1f1b"),
+        (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1,x"], "--times"),
+        (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "0,0,0"], "--times"),
+        (["1f1b", "--stages", "2", "--micro-batches", "4", "--text", "--json"], "Give --text or --json"),
+        (["1f1b", "--stages", "2", "--micro-batches", "4", "--svg", "/nowhere/at/all.svg"], "cannot write"),
+    ],
+)
+def test_wrong_input_is_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schedule", *arguments]) == ExitCode.WRONG_INPUT
+    assert words in capsys.readouterr().err
+
+
+def test_a_broken_file_is_refused_by_its_first_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "broken.csv"
+    path.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1\n")
+    assert run(["schedule", str(path)]) == ExitCode.WRONG_INPUT
+    assert "stage 1, micro-batch 1 has F" in capsys.readouterr().err
