@@ -84,11 +84,20 @@ class Source(Section):
     """One place that text comes from."""
 
     path: str
-    """A file or a folder (read recursively, in name order). `${NAME}` is taken from the environment."""
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto` goes by file name: .jsonl/.ndjson, .parquet, anything else is text (one file, one document)."""
+    """A file, a folder (read recursively, in name order), a folder that Hugging Face `datasets` saved, or an fsspec URL
+    (`s3://...`), which is fetched once into the cache. `${NAME}` is taken from the environment."""
+    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
+    """`auto` goes by file name: .jsonl/.ndjson, .json, .parquet, .arrow, anything else is text (one file, one document)."""
+    records: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt_response", "prompt_completion", "tokens"] = "auto"
+    """What the records of jsonl, json, parquet and arrow hold; `auto` looks at their columns and shows what it found.
+    `prompt_response` is answered through the chat template, where there is one; `prompt_completion` is joined as it stands."""
+    columns: dict[str, str] = {}
+    """Columns by what they hold where they have other than the usual names, e.g. `{prompt: question, response: solution}`."""
     text_field: str = "text"
-    """Field or column that holds the text, for jsonl and parquet."""
+    """Field or column that holds the text, for records that are plain text."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the training samples that come from this source, relative to the others' weights; all sources have one or
+    none has. Without weights every sample is seen once in an epoch."""
     glob: str | None = None
     """Which files of a folder, e.g. `*.py`; default all of the formats known."""
     exclude: tuple[str, ...] = ()
@@ -118,9 +127,21 @@ class DataSection(Section):
     validation_split: Literal["documents", "tail"] = "documents"
     """`documents`: whole documents, chosen by a hash of their content (a duplicate never sits on both sides);
     `tail`: the last characters of the corpus."""
-    packing: Literal["windows", "documents"] = "windows"
+    packing: Literal["auto", "windows", "documents", "none"] = "auto"
     """`windows`: the corpus is one stream, cut into windows. `documents`: documents are laid side by side, and attention
-    and positions respect their boundaries."""
+    and positions respect their boundaries. `none`: a row for each document. `auto`: windows for plain text, else documents."""
+    overlong: Literal["cut", "drop", "refuse"] = "cut"
+    """A document longer than sequence_length is cut into rows that do not see each other, or left out, or an error; the
+    first two are counted. For `packing: documents` and `none`."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """What is learnt of a conversation: the assistant's turns (of a pair, the response), its last turn, or every token.
+    A turn's own `loss_weight` of 0 or 1 decides before that. Plain text is always learnt whole."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, instead of the tokenizer's own."""
+    template_variables: dict[str, Any] = {}
+    """Passed to the chat template, e.g. `{enable_thinking: false, date_string: 26 Jul 2024}`."""
+    num_workers: Positive | None = None
+    """Processes that render and tokenise large sets of conversations; default one per core, at most 16."""
     max_broken_fraction: Fraction = 0.01
     """Records that cannot be read are counted with file and line and set aside; above this share it is an error."""
     cache_dir: str | None = None
@@ -130,6 +151,13 @@ class DataSection(Section):
     def _one_validation(self) -> DataSection:
         if self.validation and self.validation_fraction:
             raise ValueError("give either `validation` (its own sources) or `validation_fraction` (a share of `sources`), not both")
+        weighted = sum(source.weight is not None for source in self.sources)
+        if 0 < weighted < len(self.sources):
+            raise ValueError("give every one of `sources` a `weight`, or none")
+        if any(source.weight is not None for source in self.validation):
+            raise ValueError("`weight` mixes training sources; validation reads all of its own")
+        if self.overlong != "cut" and self.packing == "windows":
+            raise ValueError(f"`overlong: {self.overlong}` is for `packing: documents` or `none`; windows cut everywhere")
         return self
 
 
@@ -262,6 +290,20 @@ class LayoutSection(Section):
     """zero_stage 0: gradients are reduced in buckets of about this size while the backward pass goes on."""
 
 
+class MoeSection(Section):
+    """How the experts of a sparse model are kept evenly used; none of it acts outside of training."""
+
+    balance_loss_coefficient: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the auxiliary balance loss, counted per sequence. Default: what the model's config.json says
+    (router_aux_loss_coef), 0 for a family without that field."""
+    z_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the router z-loss, which keeps the router's logits small; 0.001 is usual when training from scratch."""
+    capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    """Tokens that an expert takes of one sequence, as a multiple of its even share; what is beyond is dropped. Null drops nothing."""
+    bias_update_rate: Annotated[float, Field(ge=0)] | None = None
+    """By how much a step moves each expert's balance bias towards even loads. Default 0.001 for a model that has such biases."""
+
+
 class EvaluationSection(Section):
     """Validation while training."""
 
@@ -315,6 +357,7 @@ class Recipe(Section):
     recompute: RecomputeKind = "none"
     """`selective` recomputes all but matrix products and attention in the backward pass; `full` whole blocks."""
     layout: LayoutSection = LayoutSection()
+    moe: MoeSection = MoeSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     run: RunSection = RunSection()

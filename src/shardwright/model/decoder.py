@@ -24,6 +24,7 @@ from shardwright.model.latent import LatentAttention
 from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm
+from shardwright.model.routing import ExpertRules, RouterTally, RoutingContext
 
 log = logging.getLogger("shardwright")
 
@@ -178,9 +179,12 @@ class Decoder(nn.Module):
         attention: Literal["auto", "explicit"] = "auto",
         loss_function: LossFunction | None = None,
         compute_dtype: torch.dtype | None = None,
+        expert_rules: ExpertRules | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.compute_dtype = shape, compute_dtype
+        self.expert_rules = expert_rules or ExpertRules()
+        self.router_tally = RouterTally()
         self.explicit_attention = attention == "explicit"
         self.loss_function: LossFunction = loss_function or full_logits_loss
         names = shape.names
@@ -261,6 +265,7 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         stage: Stage | None = None,
         hidden_BTD: Tensor | None = None,
+        row_weight: Tensor | float | None = None,
     ) -> Tensor:
         """Logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens' losses.
 
@@ -271,6 +276,9 @@ class Decoder(nn.Module):
         Rows come whole whatever the cuts; a context rank computes its places of them, and the loss is that of its tokens. A
         pipeline `stage` takes the stage before's output as `hidden_BTD` (None where it has the embedding), and gives its own
         hidden states unless it has the head.
+
+        `row_weight` marks a training step of a sparse model: what one row's router losses weigh in the gradient. Capacity then
+        bounds the experts, and `router_tally` takes what the routers did.
         """
         x_BTD = self.hidden(
             input_ids_BT,
@@ -280,6 +288,7 @@ class Decoder(nn.Module):
             cache=cache,
             stage=stage,
             hidden_BTD=hidden_BTD,
+            row_weight=row_weight,
         )
         if stage is not None and not stage.head:
             return x_BTD
@@ -295,6 +304,7 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         stage: Stage | None = None,
         hidden_BTD: Tensor | None = None,
+        row_weight: Tensor | float | None = None,
     ) -> Tensor:
         """The last norm's output, `[B, T, D]`, or that of the last block of a stage without the head."""
         num_tokens = input_ids_BT.shape[1]
@@ -313,6 +323,7 @@ class Decoder(nn.Module):
             dropout=dropout,
             explicit=self.explicit_attention,
             cache=cache,
+            routing=self._routing(row_weight),
         )
         if first and context.dropout is not None and self.shape.embedding_dropout > 0.0:
             x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
@@ -321,9 +332,17 @@ class Decoder(nn.Module):
                 x_BTD = block(x_BTD, context)
         if cache is not None:
             cache.length += num_tokens
+        if context.routing is not None:
+            self.router_tally.add(context.routing)
         if stage is None or stage.head:
             x_BTD = self.root.get_submodule(self.shape.names.final_norm)(x_BTD)
         return x_BTD
+
+    def _routing(self, row_weight: Tensor | float | None) -> RoutingContext | None:
+        if row_weight is None or self.shape.experts is None:
+            return None
+        sparse = sum(layer.sparse for layer in self.shape.layers)
+        return RoutingContext(self.expert_rules, row_weight, sparse)
 
     def _places(self, input_ids_BT: Tensor) -> Tensor | None:
         """The places of the row that this rank has; None for all of them."""

@@ -107,6 +107,12 @@ class MixtureOfExperts(nn.Module):
         if self.shape.shared_intermediate_size:
             self.add_module(self.names.shared_experts, FeedForward(shape, self.shape.shared_intermediate_size))
 
+    @property
+    def balance_bias(self) -> Tensor | None:
+        """Added to the scores when experts are chosen, `[E]`; None where the family has none."""
+        router: Router = getattr(self, self.names.router)
+        return router.balance_bias
+
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:

@@ -16,14 +16,16 @@ Legend: B rows, T tokens of a row, N = B x T, E experts, K experts per token, G 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.architecture import ExpertShape
+from shardwright.architecture import ExpertShape, ModelShape
+from shardwright.config.schema import MoeSection
+from shardwright.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,50 @@ class ExpertRules:
     bias_update_rate: float = 0.0
 
 
-@dataclass
+def resolve_rules(section: MoeSection, shape: ModelShape) -> ExpertRules | None:
+    """The recipe's rules for a model, None for a dense one; what the recipe leaves open is told by the model's config.json.
+
+    Raises:
+        RecipeError: the recipe sets something that the model does not have.
+    """
+    experts = shape.experts
+    if experts is None:
+        for key in section.model_fields_set:
+            raise RecipeError(
+                "this model has no experts",
+                field=f"moe.{key}",
+                got=getattr(section, key),
+                remedy="Leave the section `moe` out, or take a sparse model (mixtral, qwen3_moe, olmoe, gpt_oss, deepseek_v3)",
+            )
+        return None
+    if section.bias_update_rate is not None and not experts.balance_bias:
+        raise RecipeError(
+            f"a {shape.family} model has no balance biases to move",
+            field="moe.bias_update_rate",
+            got=section.bias_update_rate,
+            remedy="Use moe.balance_loss_coefficient",
+        )
+    rate = section.bias_update_rate
+    if rate is None:
+        rate = _BIAS_UPDATE_RATE if experts.balance_bias else 0.0
+    coefficient = section.balance_loss_coefficient
+    if coefficient is None:
+        coefficient = experts.balance_loss_coefficient or 0.0
+    return ExpertRules(coefficient, section.z_loss_coefficient, section.capacity_factor, rate)
+
+
+_BIAS_UPDATE_RATE = 0.001
+"""DeepSeek-V3's (arXiv 2412.19437, section 4.2)."""
+
+
+@dataclass(frozen=True)
 class RouterStatistics:
-    """What one layer's router did with one micro-batch; sums over its rows, on the device."""
+    """What one layer's router did; sums over rows, on the device or read off it."""
 
     tokens_E: Tensor
-    """Tokens that chose each expert, before any is dropped."""
+    """Tokens that chose each expert, before any is dropped; int64."""
     dropped: Tensor
-    """Choices dropped for want of capacity."""
+    """Choices dropped for want of capacity; int64."""
     balance: Tensor
     """Balance losses."""
     z: Tensor
@@ -65,6 +103,31 @@ class RoutingContext:
     row_weight: Tensor | float
     num_sparse_layers: int
     statistics: dict[int, RouterStatistics] = field(default_factory=dict)
+
+
+class RouterTally:
+    """What the routers did since `take` was last called, added up on the device over forward passes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, RouterStatistics] = {}
+
+    def add(self, routing: RoutingContext) -> None:
+        """Count one forward pass."""
+        for layer, new in routing.statistics.items():
+            old = self._sums.get(layer)
+            if old is not None:
+                pairs = ((getattr(old, f.name), getattr(new, f.name)) for f in fields(RouterStatistics))
+                new = RouterStatistics(*(a + b for a, b in pairs))
+            self._sums[layer] = new
+
+    def take(self, num_layers: int, num_experts: int, device: torch.device) -> Tensor:
+        """`[layers, E + 3]` in fp64: tokens by expert, dropped choices, balance and z losses; zeros where no router is. Forgets."""
+        table = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device)
+        for layer, found in self._sums.items():
+            table[layer, :num_experts] = found.tokens_E
+            table[layer, num_experts:] = torch.stack([found.dropped.double(), found.balance.double(), found.z.double()])
+        self._sums.clear()
+        return table
 
 
 @dataclass(frozen=True)

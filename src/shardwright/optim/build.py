@@ -24,14 +24,15 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW or SGD, parameters in one group that decays and one that does not, each carrying its `param_names`.
 
-    Matrices are decayed (whatever has two or more dimensions, so embeddings too, as nanoGPT has it); vectors are not: norms and
-    biases. Dimensions are those of the whole parameter, so a cut never moves one to the other group. Frozen ones are left out.
+    Matrices are decayed (whatever has two or more dimensions, so embeddings too, as nanoGPT has it); norms and biases are not,
+    the stacked biases of experts included. Dimensions are those of the whole parameter, so a cut never moves one to the other
+    group. Frozen ones are left out.
     AdamW's decay is decoupled (Loshchilov and Hutter 2019); SGD's is added to the gradient. Works on DTensors.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = []
     for decay, decayed in ((weight_decay, True), (0.0, False)):
-        members = [(name, parameter) for name, parameter in named if (parameter.ndim >= 2) == decayed]
+        members = [(name, parameter) for name, parameter in named if (parameter.ndim >= 2 and not name.endswith("bias")) == decayed]
         if members:
             groups.append({"params": members, "weight_decay": decay})
     implementation = choose_implementation([parameter for _, parameter in named])

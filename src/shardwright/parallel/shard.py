@@ -39,7 +39,10 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes) -> list[
         reduce_dtype=dtypes.reduce,
         cast_forward_inputs=False,  # rotation tables stay fp32; the model casts where it means to
     )
-    wrap = partial(fully_shard, mesh=mesh.device_mesh("fsdp"), mp_policy=policy)
+    # What no gradient trains stays as it is, whole and in its own precision.
+    trained = {spec.name: spec.trained for spec in decoder.shape.parameters()}
+    untrained = {parameter for name, parameter in decoder.named_parameters() if not trained[name]}
+    wrap = partial(fully_shard, mesh=mesh.device_mesh("fsdp"), mp_policy=policy, ignored_params=untrained)
     blocks, free = decoder.blocks, layout.zero_stage == 3
     groups: list[FSDPModule] = []
     for first in range(0, len(blocks), layout.wrap_blocks):

@@ -101,6 +101,17 @@ class Step(Event):
     """Norm, clip and update."""
     loss_scale: float | None = None
     """fp16 only."""
+    expert_load: float | None = None
+    """Sparse models: the busiest expert's tokens over its even share, 1 when all layers are even."""
+    expert_tokens: tuple[tuple[int, ...], ...] | None = None
+    """Sparse models, at steps that are multiples of run.log_every_steps: per sparse layer, in order, the tokens of the global
+    batch that chose each expert, before any is dropped."""
+    dropped_choices: int | None = None
+    """Sparse models with a capacity: choices of the global batch that an expert had no room for."""
+    balance_loss: float | None = None
+    """Sparse models: mean over sequences and layers, without its coefficient; even loads give the experts per token."""
+    router_z_loss: float | None = None
+    """Sparse models: mean over sequences and layers, without its coefficient."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from shardwright.optim import learning_rate_at
 from shardwright.telemetry.meter import measure_throughput
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.evaluation import evaluate
+from shardwright.train.experts import ExpertLoads, LoadWatch, read_loads
 from shardwright.train.meeting import Meeting
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
@@ -40,6 +42,8 @@ class StepDone:
     step_seconds: float
     parts: dict[str, float]
     """Seconds by `StepTimes`' parts."""
+    experts: ExpertLoads | None
+    """Of a sparse model."""
 
 
 @dataclass
@@ -62,6 +66,7 @@ class Loop:
         self.flops_per_token = self.checked.shape.flops_per_token(plan.batch.sequence_length)
         self.matmul_flops_per_second = measure_matmul_flops_per_second(self.device, dtypes(plan.precision).compute)
         self.times = StepTimes(self.device)
+        self.watch = LoadWatch(self.checked.shape.experts.experts_per_token if self.checked.shape.experts else 1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # the measurement above is no part of the run's peak
 
@@ -124,12 +129,16 @@ class Loop:
             learning_rate=learning_rate,
             max_grad_norm=recipe.training.max_grad_norm,
             scaler=state.scaler,
+            routers=loss.routers,
             times=self.times,
         )
         mean, supervised = loss.mean(), int(loss.supervised_tokens)
         parts = self.times.seconds()  # waits for the device: the optimizer's kernels are this step's time
         step_seconds = time.perf_counter() - began
-        return StepDone(mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, data_seconds, step_seconds, parts)
+        experts = None if loss.routers is None else read_loads(loss.routers, checked.shape, batch.global_batch_size)
+        return StepDone(
+            mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, data_seconds, step_seconds, parts, experts
+        )
 
     def _count_skips(self, done: StepDone) -> None:
         """Keep count of skipped steps in a row; every rank comes to the same count and the same decision."""
@@ -176,7 +185,22 @@ class Loop:
             reduction_seconds=done.parts["reduction"],
             optimizer_seconds=done.parts["optimizer"],
             loss_scale=None if self.state.scaler is None else self.state.scaler.scale,
+            **({} if done.experts is None else self._tell_experts(done.experts)),
         )
+
+    def _tell_experts(self, loads: ExpertLoads) -> dict[str, Any]:
+        """The step event's fields of a sparse model; names an overloaded expert."""
+        recipe = self.checked.recipe
+        warning = self.watch.observe(loads)
+        if warning is not None:
+            self.speaker.write("warning", step=self.state.step, message=warning)
+        return {
+            "expert_load": loads.busiest,
+            "expert_tokens": tuple(loads.tokens.values()) if self.state.step % recipe.run.log_every_steps == 0 else None,
+            "dropped_choices": None if recipe.moe.capacity_factor is None else loads.dropped,
+            "balance_loss": loads.balance_loss,
+            "router_z_loss": loads.z_loss,
+        }
 
     def _evaluate(self, *, last: bool) -> tuple[float, bool] | None:
         """Validation loss and whether it is the best so far; None when somebody asked to stop meanwhile (not at the last step)."""

@@ -7,12 +7,13 @@ import hashlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from shardwright.architecture import ModelShape
+from shardwright.architecture import ExpertShape, LatentShape, ModelShape
 from shardwright.config import Recipe
 from shardwright.data.fit import prepare_for_model
 from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
 from shardwright.model.load import WeightsFolder
+from shardwright.model.routing import resolve_rules
 from shardwright.placement import check_built
 from shardwright.plan import Plan, count_steps, resolve
 
@@ -63,6 +64,7 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
     if recipe.model.pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape)
+    resolve_rules(recipe.moe, shape)  # refuses what the model does not have
     return Checked(
         recipe=recipe,
         plan=plan,
@@ -76,7 +78,8 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
 def _fields_of(shape: ModelShape) -> dict[str, Any]:
     """The shape as JSON: equal for two config.json files that mean the same, however they spell it."""
     told = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("config", "names")}
-    return {name: [asdict(item) for item in value] if isinstance(value, tuple) else value for name, value in told.items()}
+    nested = {name: [asdict(item) for item in value] for name, value in told.items() if isinstance(value, tuple)}
+    return told | nested | {name: asdict(value) for name, value in told.items() if isinstance(value, ExpertShape | LatentShape)}
 
 
 def match_frozen(patterns: tuple[str, ...], names: list[str]) -> frozenset[str]:

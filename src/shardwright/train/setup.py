@@ -20,6 +20,7 @@ from shardwright.errors import InputError, RankFailed
 from shardwright.model.decoder import Decoder
 from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
+from shardwright.model.routing import resolve_rules
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import LossScaler, dtypes
 from shardwright.optim import build_optimizer, learning_rate_at
@@ -103,9 +104,10 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
             attention=recipe.model.attention,
             loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
             compute_dtype=precision.compute,
+            expert_rules=resolve_rules(recipe.moe, checked.shape),
         )
     for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(name not in checked.frozen)
+        parameter.requires_grad_(parameter.requires_grad and name not in checked.frozen)
     return apply_layout(
         decoder,
         plan,

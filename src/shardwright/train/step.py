@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from shardwright.data.loader import MicroBatch
+from shardwright.layout import DATA_AXES
 from shardwright.model import DropoutKey
 from shardwright.numerics import LossScaler, clip_coefficient, global_norm, scale_
 from shardwright.optim import set_learning_rate
 from shardwright.parallel import ParallelModel
+from shardwright.train.experts import move_balance_biases
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class StepLoss:
     """Sum of the supervised tokens' losses in nats, a scalar on the device (reading it waits for the device)."""
     supervised_tokens: Tensor
     """Their number, a scalar on the device."""
+    routers: Tensor | None = None
+    """What the routers of a sparse model did, as `RouterTally.take` has it, on the device."""
 
     def mean(self) -> float:
         """Loss per supervised token, in nats."""
@@ -101,7 +105,8 @@ def accumulate_gradients(
     """Forward and backward of a step's micro-batches: gradients are those of loss_sum / supervised_tokens, times `loss_scale`.
 
     One normaliser: the supervised tokens of all micro-batches of all ranks are counted first, every summed loss is divided by
-    that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens change the result.
+    that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens change the result. A sparse
+    model's router losses are added as means over the step's rows, times `loss_scale`; where nothing is supervised nothing is.
 
     Args:
         micro_batches: this rank's, the same number on every rank.
@@ -115,6 +120,10 @@ def accumulate_gradients(
     tokens = count_supervised(model, micro_batches)
     # Where nothing is supervised the sum is zero, and so are its gradients: dividing by one keeps them zero and not nan.
     scale = loss_scale / tokens.clamp(min=1).to(torch.float64)
+    routing: dict[str, Tensor] = {}
+    if model.decoder.shape.experts is not None:
+        num_rows = sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks
+        routing["row_weight"] = (tokens > 0) * torch.tensor(loss_scale / num_rows, dtype=torch.float64, device=model.device)
     loss_sum: Tensor | None = None
     for number, batch in enumerate(micro_batches):
         batch = batch.to(model.device)
@@ -125,6 +134,7 @@ def accumulate_gradients(
                 document_ids_BT=batch.document_ids_BT,
                 labels_BT=batch.labels_BT,
                 dropout=DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None,
+                **routing,
             )
             times.mark("forward")
             loss.backward(scale.to(loss.dtype))
@@ -133,8 +143,18 @@ def accumulate_gradients(
     assert loss_sum is not None, "a step has at least one micro-batch"
     model.finish_gradients()
     loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
+    routers = _sum_routers(model)
     times.mark("reduction")
-    return StepLoss(loss_sum, tokens)
+    return StepLoss(loss_sum, tokens, routers)
+
+
+def _sum_routers(model: ParallelModel) -> Tensor | None:
+    """What the routers of all ranks did; a pipeline rank knows of its own layers, and tensor-parallel ranks all know the same."""
+    shape = model.decoder.shape
+    if shape.experts is None:
+        return None
+    table = model.decoder.router_tally.take(shape.num_layers, shape.experts.num_experts, model.device)
+    return model.sum_over(table, ("pp", *DATA_AXES))
 
 
 def update(
@@ -144,6 +164,7 @@ def update(
     learning_rate: float,
     max_grad_norm: float | None,
     scaler: LossScaler | None = None,
+    routers: Tensor | None = None,
     times: StepTimes | None = None,
 ) -> StepUpdate:
     """Norm, clip, optimizer step, gradients dropped. A gradient that is not finite anywhere makes every rank skip.
@@ -154,6 +175,7 @@ def update(
         learning_rate: for this step, every group.
         max_grad_norm: clip to this global norm; None clips nothing.
         scaler: fp16's loss scale, by which the gradients are still multiplied.
+        routers: `StepLoss.routers`, by which balance biases move.
         times: gets the mark of the optimizer.
     """
     loss_scale = 1.0 if scaler is None else scaler.scale
@@ -171,6 +193,8 @@ def update(
             scale_([gradient for gradient, _ in gradients if gradient is not None], factor)
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
+        if routers is not None:
+            move_balance_biases(model.decoder, routers)
     optimizer.zero_grad(set_to_none=True)
     if times is not None:
         times.mark("optimizer")

@@ -12,6 +12,7 @@ from shardwright.config.load import parse_layout
 from shardwright.config.schema import LayoutSection, RecomputeKind
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.layout import Layout, resolve_layout
+from shardwright.model.routing import ExpertRules
 from shardwright.placement import check_built
 
 Dtype = Literal["float32", "float64"]
@@ -23,7 +24,9 @@ DROPOUT = 0.1
 class Case:
     """One way of computing a step.
 
-    `documents` packs several documents into a row; `dropout` switches on every dropout of the model.
+    `documents` packs several documents into a row; `dropout` switches on every dropout of the model. Of a sparse model,
+    `router_losses` switches balance and z-loss on and lets balance biases move, `capacity_factor` drops what an expert has no room
+    for.
     """
 
     accumulation: int = 1
@@ -31,6 +34,8 @@ class Case:
     tied: bool = False
     dropout: bool = False
     documents: bool = True
+    router_losses: bool = False
+    capacity_factor: float | None = None
 
     def __str__(self) -> str:
         """As shown in tables."""
@@ -39,7 +44,16 @@ class Case:
         words += ["tied" if self.tied else "untied"]
         words += ["dropout"] if self.dropout else []
         words += ["documents"] if self.documents else []
+        words += ["router losses"] if self.router_losses else []
+        words += [f"capacity {self.capacity_factor:g}"] if self.capacity_factor is not None else []
         return ", ".join(words)
+
+    @property
+    def expert_rules(self) -> ExpertRules:
+        """Large coefficients: what the router's losses add must show in its gradient."""
+        if not self.router_losses:
+            return ExpertRules(capacity_factor=self.capacity_factor)
+        return ExpertRules(0.5, 0.1, self.capacity_factor, bias_update_rate=0.02)
 
     def shape(self, shape: ModelShape) -> ModelShape:
         """The model's shape in this case."""

@@ -84,7 +84,7 @@ def _verify_sgd(problem: Problem, layout: Layout, reference: dict[str, Tensor]) 
         loss = _accumulate(problem, layout, model, step)
         if step in GRADIENT_STEPS:
             findings.append(_compare_gradients(model, reference, step, allowed))
-        done = update(model, optimizer, learning_rate=SGD_LEARNING_RATE, max_grad_norm=None)
+        done = update(model, optimizer, learning_rate=SGD_LEARNING_RATE, max_grad_norm=None, routers=loss.routers)
         losses.append(loss.mean())
         norms.append(done.gradient_norm)
     findings.append(_compare_numbers("loss", losses, reference["loss"], allowed))
@@ -103,8 +103,9 @@ def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]
     max_grad_norms = reference["max_grad_norm"].tolist()
     norms, rates = [], []
     for step, rate in enumerate(LEARNING_RATES):
-        _accumulate(problem, layout, model, step, loss_scale=scaler.scale)
-        done = update(model, optimizer, learning_rate=rate, max_grad_norm=max_grad_norms[step], scaler=scaler)
+        loss = _accumulate(problem, layout, model, step, loss_scale=scaler.scale)
+        limit = max_grad_norms[step]
+        done = update(model, optimizer, learning_rate=rate, max_grad_norm=limit, scaler=scaler, routers=loss.routers)
         norms.append(done.gradient_norm)
         rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
     return [
@@ -159,9 +160,10 @@ def _build(problem: Problem, layout: Layout) -> ParallelModel:
             attention="explicit" if problem.attention == "explicit" else "auto",
             loss_function=partial(chunked_cross_entropy, chunk_tokens=_CHUNK_TOKENS),
             compute_dtype=problem.torch_dtype,
+            expert_rules=problem.case.expert_rules,
         )
     for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(name not in problem.frozen)
+        parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen)
     specs = {spec.name: spec for spec in shape.parameters()}
     precision = PrecisionSection(kind="fp32" if problem.dtype == "float32" else "fp64")
     return apply_layout(

@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def write_reference(problem: Problem, path: Path) -> None:
             for parameter in decoder.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(SGD_LEARNING_RATE * parameter.grad)
+        _move_balance_biases(decoder)
     tensors |= {f"sgd.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
     max_grad_norms = [share * norms[0] for share in CLIP_SHARES]
 
@@ -86,6 +88,7 @@ def write_reference(problem: Problem, path: Path) -> None:
         _differentiate(decoder, problem, step)
         adamw_norms.append(_norm(decoder))
         _adamw(decoder, moments, problem.optimizer, step, min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)))
+        _move_balance_biases(decoder)
     tensors |= {f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
     as_double = {"loss": losses, "norm": norms, "adamw_norm": adamw_norms, "max_grad_norm": max_grad_norms}
     tensors |= {name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()}
@@ -95,12 +98,15 @@ def write_reference(problem: Problem, path: Path) -> None:
 def _build(problem: Problem) -> Decoder:
     shape, dtype = problem.case.shape(problem.shape), problem.torch_dtype
     explicit = problem.attention == "explicit"
-    decoder = Decoder(shape, attention="explicit" if explicit else "auto", compute_dtype=dtype).to(dtype)
+    decoder = Decoder(
+        shape, attention="explicit" if explicit else "auto", compute_dtype=dtype, expert_rules=problem.case.expert_rules
+    )
+    decoder = decoder.to(dtype)
     specs = {spec.name: spec for spec in shape.parameters()}
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(initialise(specs[name], problem.seed, dtype=dtype))
-            parameter.requires_grad_(name not in problem.frozen)
+            parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen)
     return decoder
 
 
@@ -118,10 +124,27 @@ def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
         document_ids_BT=torch.from_numpy(np.stack(documents)) if documents else None,
         labels_BT=labels_BT,
         dropout=DropoutKey(problem.seed, step, torch.tensor(positions)),
+        row_weight=1 / len(rows),
     )
     loss = loss_sum / (labels_BT != IGNORED_LABEL).sum()
     loss.backward()
     return float(loss.detach())
+
+
+@torch.no_grad()
+def _move_balance_biases(decoder: Decoder) -> None:
+    """Each expert's bias one step up if it got fewer tokens than the mean, down if more."""
+    experts = decoder.shape.experts
+    if experts is None:
+        return
+    table = decoder.router_tally.take(decoder.shape.num_layers, experts.num_experts, torch.device("cpu"))
+    for name, parameter in decoder.named_parameters():
+        if name.endswith(f".{decoder.shape.names.balance_bias}"):
+            tokens = table[int(name.split(".")[2]), : experts.num_experts]
+            for expert in range(experts.num_experts):
+                difference = float(tokens.mean() - tokens[expert])
+                direction = 0.0 if difference == 0.0 else math.copysign(1.0, difference)
+                parameter[expert] += decoder.expert_rules.bias_update_rate * direction
 
 
 def _norm(decoder: Decoder) -> float:
@@ -141,5 +164,5 @@ def _adamw(decoder: Decoder, moments: dict[str, tuple[Tensor, Tensor]], section:
         mean.mul_(section.beta1).add_((1 - section.beta1) * gradient)
         square.mul_(section.beta2).add_((1 - section.beta2) * gradient * gradient)
         corrected = (square / (1 - section.beta2**count)).sqrt() + section.eps
-        decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
+        decay = WEIGHT_DECAY if parameter.ndim >= 2 and not name.endswith("bias") else 0.0
         parameter.sub_(rate * (mean / (1 - section.beta1**count) / corrected + decay * parameter))

@@ -1,0 +1,82 @@
+"""Sparse models: gradients of one process with experts on every rank, and with experts spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwright.layout import Layout
+from shardwright.verify.cases import DTYPES, Case
+from shardwright.verify.matrix import Report, shape_of, verify
+from tests.multiprocess.models import recipe_of
+from tests.multiprocess.pool import RankPool
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    **_SIZES,
+    "head_dim": 8,
+    "sliding_window": 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "initializer_range": 0.2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_nextn_predict_layers": 0,
+}
+PLAIN = Case(1, "none", documents=False)
+LOSSES = Case(2, "full", router_losses=True)
+CAPACITY = Case(2, "selective", router_losses=True, capacity_factor=0.8)
+
+
+def run(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, dtypes: tuple[str, ...] = DTYPES) -> Report:
+    recipe = recipe_of(config)
+    return verify(recipe, shape_of(recipe), [layout], [case], list(dtypes), sequence_length=12, pool=ranks)
+
+
+def failures(report: Report) -> list[Any]:
+    return [(cell.failure, finding) for cell in report.cells for finding in cell.findings if not finding.passed] + [
+        cell.failure for cell in report.cells if cell.failure
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "case"),
+    [
+        (MIXTRAL, Layout(), CAPACITY),
+        (MIXTRAL, Layout(dp_replicate=2), LOSSES),
+        (MIXTRAL, Layout(dp_shard=2, zero_stage=3), CAPACITY),
+        (GPT_OSS, Layout(dp_shard=2, zero_stage=1), LOSSES),
+        (DEEPSEEK, Layout(dp_shard=2, zero_stage=2), LOSSES),
+        (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), PLAIN),
+    ],
+    ids=str,
+)
+def test_experts_on_every_rank(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+    report = run(ranks, config, layout, case)
+    assert report.passed, failures(report)
