@@ -12,6 +12,7 @@ from shardwright.architecture import ModelShape, ParameterSpec
 from shardwright.architecture.parameters import Role
 from shardwright.errors import LayoutError
 from shardwright.layout import DATA_AXES, Layout, ParameterLayout, Section, Shard, Stage, in_use
+from shardwright.layout.context import check_context
 
 Cut = Literal["columns", "rows", "vocabulary", "residual", "heads", "partial", "expert_columns", "expert_rows"]
 """What tensor parallelism does to a parameter.
@@ -173,6 +174,15 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
             if shape.experts.shared_intermediate_size:
                 _check_divides("features of the shared experts", shape.experts.shared_intermediate_size, "layout.tp", tp)
     _check_experts(shape, layout)
+    if layout.cp > 1:
+        windows = tuple(layer.window for layer in shape.layers)
+        check_context(
+            layout,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            windows=windows,
+            sequence_length=sequence_length,
+        )
 
 
 def _check_experts(shape: ModelShape, layout: Layout) -> None:
@@ -209,7 +219,6 @@ def _check_divides(what: str, number: int, field: str, degree: int) -> None:
 _NOT_BUILT = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",
-    "cp": "context parallelism",
     "ep": "expert parallelism",
 }
 

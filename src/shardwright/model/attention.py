@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
 from shardwright.model.context import ForwardContext
+from shardwright.model.cuts import WHOLE, AttentionTerms, Cuts
 from shardwright.model.dropout import Dropout
 from shardwright.model.linear import Linear
 from shardwright.model.norms import RMSNorm
@@ -19,6 +20,8 @@ from shardwright.model.rope import rotate
 
 class Attention(nn.Module):
     """Projections, optional q/k norms, rotation, attention, projection back."""
+
+    cuts: Cuts = WHOLE
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
@@ -78,6 +81,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+        if self.cuts.context is not None:
+            return self.cuts.context.attend(self._terms(), q_BHTE, k_BKSE, v_BKSE, context, dropout)
         mask = context.masks[self.layer.window]
         dropout = dropout if self.dropout > 0.0 else None
         if self.soft_cap is not None or self.has_sinks or dropout is not None or context.explicit:
@@ -91,6 +96,11 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(
             q_BHTE, k_BKSE, v_BKSE, mask, is_causal=causal, scale=self.layer.attention_scale, enable_gqa=grouped
         )
+
+    def _terms(self) -> AttentionTerms:
+        sinks_H = getattr(self, self.names.sinks) if self.names.sinks is not None and self.has_sinks else None
+        layer = self.layer
+        return AttentionTerms(self.index, layer.attention_scale, layer.window, self.soft_cap, self.dropout, sinks_H)
 
     def _attend_explicitly(
         self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, dropout: Dropout | None

@@ -36,6 +36,7 @@ class ForwardContext:
         routing: RoutingContext | None = None,
         document_ids_BT: Tensor | None = None,
         places_T: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
     ) -> None:
         self.rope_tables = rope_tables
         self.masks = masks
@@ -45,6 +46,7 @@ class ForwardContext:
         self.routing = routing
         self.document_ids_BT = document_ids_BT
         self.places_T = places_T
+        self.dropout_key = dropout_key
 
 
 def build_context(
@@ -91,6 +93,7 @@ def build_context(
         routing=routing,
         document_ids_BT=document_ids_BT,
         places_T=places_T,
+        dropout_key=dropout,
     )
 
 

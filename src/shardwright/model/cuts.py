@@ -9,13 +9,13 @@ L under sequence parallelism), D hidden, H query heads, K key/value heads, E hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shardwright.model.attention import Attention
     from shardwright.model.context import ForwardContext
     from shardwright.model.dropout import Dropout
 
@@ -44,6 +44,21 @@ class TensorCut(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionTerms:
+    """What one layer's attention is, besides queries, keys and values: its number, and what turns products into weights.
+
+    `window` counts the tokens that a token sees, itself included. `sinks_H` has a logit for each head held here.
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    sinks_H: Tensor | None = None
+
+
 class ContextCut(Protocol):
     """Context parallelism: the row's tokens lie over ranks."""
 
@@ -53,7 +68,7 @@ class ContextCut(Protocol):
 
     def attend(
         self,
-        attention: Attention,
+        terms: AttentionTerms,
         q_BHLE: Tensor,
         k_BKLE: Tensor,
         v_BKLE: Tensor,
@@ -64,18 +79,40 @@ class ContextCut(Protocol):
         ...
 
 
+class Arrived(Protocol):
+    """Rows at the ranks of their experts, and what was computed while they travelled."""
+
+    rows_RD: Tensor
+    counts_e: Tensor
+    meanwhile: Tensor | None
+
+
 class ExpertCut(Protocol):
-    """Expert parallelism: experts lie over `degree` ranks, which exchange tokens."""
+    """Expert parallelism: experts lie over `degree` ranks, which exchange tokens. Also what routers ask of other ranks.
+
+    `row_ranks` have tokens of the same rows (context parallelism). `loss_share` is this rank's share of a loss that
+    tensor-parallel ranks all compute alike, and whose gradients are summed over them.
+    """
 
     rank: int
     degree: int
+    row_ranks: int
+    loss_share: float
 
-    def dispatch(self, x_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Rows sorted by expert to the ranks that hold the experts: their rows, rows per held expert, and the way back."""
+    def dispatch(self, rows_MD: Tensor, counts_E: Tensor, meanwhile: Callable[[], Tensor] | None) -> Any:
+        """Rows sorted by expert to the ranks that hold the experts (`Arrived`); `meanwhile` runs while they travel."""
         ...
 
-    def combine(self, y_MD: Tensor, way_back: Any) -> Tensor:
-        """The experts' outputs back where their rows came from, in the order in which they were sent."""
+    def combine(self, out_RD: Tensor, arrived: Any) -> Tensor:
+        """The experts' outputs back where their rows came from, in the order in which they were sent, `[M, D]`."""
+        ...
+
+    def sum_over_row(self, x: Tensor) -> Tensor:
+        """`x` summed in place over `row_ranks`; no gradient passes."""
+        ...
+
+    def gather_row(self, experts_BLK: Tensor, places_L: Tensor | None) -> Tensor:
+        """The choices of whole rows, `[B, T, K]`; no gradient passes."""
         ...
 
 

@@ -40,9 +40,11 @@ from shardwright.layout import (
     held,
     local_shape,
 )
+from shardwright.model.cuts import Cuts
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.precision import dtypes
 from shardwright.numerics.recompute import recompute_runner
+from shardwright.parallel.context import context_cut
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.reduce import PendingSum, make_sums, pending_sums
 from shardwright.parallel.replicate import replicate
@@ -91,6 +93,7 @@ def apply_layout(
         logger.info("zero_stage %d over one rank shards nothing: the model is replicated", layout.zero_stage)
 
     _cut_parameters(decoder, layouts, layout, here)
+    decoder.install_cuts(Cuts(context=context_cut(decoder.shape, layout, mesh, plan.batch.sequence_length)))
     decoder.set_recompute(recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()

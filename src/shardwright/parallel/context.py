@@ -1,0 +1,134 @@
+"""Context parallelism: what the decoder asks of the other ranks that hold tokens of the same row.
+
+Legend: B sequences, T tokens of the row, H query heads, K key/value heads, L tokens of this rank, E head_dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.architecture import ModelShape
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.layout.context import ContextMethod, check_context, check_row, chunks_of, num_chunks
+from shardwright.model.context import ForwardContext
+from shardwright.model.cuts import AttentionTerms
+from shardwright.model.dropout import Dropout
+from shardwright.parallel.blocks import Scores
+from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.ring import RowAttention, attend_row
+from shardwright.parallel.sight import Row
+from shardwright.parallel.ulysses import to_heads, to_tokens
+
+logger = logging.getLogger(__name__)
+
+
+def context_cut(shape: ModelShape, layout: Layout, mesh: Mesh | None, sequence_length: int) -> ContextParallel | None:
+    """The cut of a row over the ranks of `cp`; None where one rank has all of it. Says which method, and why.
+
+    Raises:
+        LayoutError: heads or tokens that do not divide.
+    """
+    group = None if mesh is None or layout.cp == 1 else mesh.group("cp")
+    if mesh is None or group is None:
+        return None
+    choice = check_context(
+        layout,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        windows=tuple(layer.window for layer in shape.layers),
+        sequence_length=sequence_length,
+    )
+    logger.info("context parallelism: %s over %d ranks: %s", choice.method, layout.cp, choice.reason)
+    return ContextParallel(layout, choice.method, group, tensor_rank=mesh.coordinates["tp"], device_type=mesh.device_type)
+
+
+class ContextParallel:
+    """Keeps `model.cuts.ContextCut` by one of three methods, for any mask, soft cap, sink and dropout that the model has."""
+
+    def __init__(
+        self, layout: Layout, method: ContextMethod, group: dist.ProcessGroup, *, tensor_rank: int, device_type: str
+    ) -> None:
+        self.layout, self.method, self.group, self.tensor_rank = layout, method, group, tensor_rank
+        self.rank, self.degree = dist.get_rank(group), group.size()
+        self.chunks, self.device = chunks_of(method, self.degree), torch.device(device_type)
+        self._rows: WeakKeyDictionary[ForwardContext, Row] = WeakKeyDictionary()
+
+    def places(self, num_tokens: int) -> Tensor:
+        """Which places of a row of `num_tokens` this rank has, `[L]`, in its order.
+
+        Raises:
+            LayoutError: a row that does not come apart.
+        """
+        check_row(self.method, self.layout, num_tokens)
+        return Row.of(num_tokens, num_chunks(self.method, self.degree), None).places(self.chunks[self.rank], self.device)
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        terms: AttentionTerms,
+        q_BHLE: Tensor,
+        k_BKLE: Tensor,
+        v_BKLE: Tensor,
+        context: ForwardContext,
+        dropout: Dropout | None,
+    ) -> Tensor:
+        """Attention of this rank's queries over the whole row, `[B, H, L, E]`."""
+        if context.cache is not None:
+            raise LayoutError(
+                "generation keeps whole rows on a rank",
+                field="layout.cp",
+                got=self.degree,
+                allowed="1",
+                remedy="Generate from a checkpoint of this run without context parallelism",
+            )
+        how = RowAttention(
+            group=self.group,
+            chunks=self.chunks,
+            row=self._row_of(context, q_BHLE),
+            scores=Scores(
+                scale=terms.scale,
+                soft_cap=terms.soft_cap,
+                dropout=dropout if terms.dropout_rate > 0.0 else None,
+                dropout_rate=terms.dropout_rate,
+                first_head=self.tensor_rank * q_BHLE.shape[1],
+            ),
+            window=terms.window,
+            gather=self.method == "all_gather",
+            explicit=context.explicit,
+        )
+        if self.method != "ulysses":
+            return attend_row(q_BHLE, k_BKLE, v_BKLE, terms.sinks_H, how)
+        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, how, context)
+
+    def _attend_by_heads(
+        self, parts: tuple[Tensor, Tensor, Tensor], terms: AttentionTerms, how: RowAttention, context: ForwardContext
+    ) -> Tensor:
+        """Whole rows of this rank's share of the heads: what one rank does alone, between two exchanges."""
+        num_heads = parts[0].shape[1] // self.degree
+        first = self.rank * num_heads
+        scores = replace(how.scores, first_head=how.scores.first_head + first)
+        if scores.dropout is not None:
+            assert context.dropout_key is not None
+            places_T = torch.arange(parts[0].shape[2] * self.degree)
+            dropout = Dropout.of(context.dropout_key, places_T, parts[0].device).of_layer(terms.layer)
+            scores = replace(scores, dropout=dropout)
+        how = replace(how, group=None, chunks=((0,),), scores=scores)
+        sinks_H = None if terms.sinks_H is None else terms.sinks_H[first : first + num_heads]
+        q_BHTE, k_BKTE, v_BKTE = to_heads(parts, self.group)
+        return to_tokens(attend_row(q_BHTE, k_BKTE, v_BKTE, sinks_H, how), self.group)
+
+    def _row_of(self, context: ForwardContext, q_BHLE: Tensor) -> Row:
+        """The rows of a forward pass; made by its first layer, because what documents share is read from the device."""
+        row = self._rows.get(context)
+        if row is None:
+            chunks = 1 if self.method == "ulysses" else num_chunks(self.method, self.degree)
+            row = Row.of(q_BHLE.shape[2] * self.degree, chunks, context.document_ids_BT)
+            self._rows[context] = row
+        return row

@@ -1,0 +1,70 @@
+"""Ulysses: an all-to-all turns a share of all heads' tokens into all tokens of a share of the heads; another one turns it back.
+
+Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv 2309.14509).
+
+Legend: B sequences, H query heads, K key/value heads, L tokens of this rank, T of the row, E features, R ranks, X elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def to_heads(parts_BHLE: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """All tokens of this rank's share of the heads, `[B, H / R, T, E]` each, in one exchange.
+
+    Rank r takes the r-th share; of fewer heads than ranks it takes the one whose group its query heads are in, and the gradients of
+    the ranks that share a head are summed on their way back.
+    """
+    num_ranks = group.size()
+    shares = [_share_heads(part_BHLE, num_ranks) for part_BHLE in parts_BHLE]
+    sizes = [share.shape[1:] for share in shares]
+    got_RX = exchange(torch.cat([share.flatten(1) for share in shares], dim=1), group)
+    pieces = got_RX.split([size.numel() for size in sizes], dim=1)
+    # From rank r came the r-th chunk of tokens.
+    return [piece.unflatten(1, size).movedim(0, 2).flatten(2, 3) for piece, size in zip(pieces, sizes, strict=True)]
+
+
+def to_tokens(x_BHTE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Back again: this rank's tokens of all heads, `[B, H, L, E]`."""
+    by_token_RBHLE = x_BHTE.unflatten(2, (group.size(), -1)).movedim(2, 0)
+    got_RX = exchange(by_token_RBHLE.flatten(1), group)
+    # From rank r came the r-th share of the heads.
+    return got_RX.unflatten(1, by_token_RBHLE.shape[1:]).movedim(0, 1).flatten(1, 2)
+
+
+def _share_heads(x_BHLE: Tensor, num_ranks: int) -> Tensor:
+    """The heads by the rank that takes them, `[R, B, heads, L, E]`."""
+    num_heads = x_BHLE.shape[1]
+    if num_heads % num_ranks:
+        assert num_ranks % num_heads == 0, "`layout.check_context` refuses it"
+        x_BHLE = x_BHLE.repeat_interleave(num_ranks // num_heads, dim=1)
+    return x_BHLE.unflatten(1, (num_ranks, -1)).movedim(1, 0)
+
+
+def exchange(x_RX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Row r goes to rank r; row r of the result came from it. Its gradient goes the same way back."""
+    got_RX: Tensor = _Exchange.apply(x_RX, group)
+    return got_RX
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RX: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x_RX, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradients[0], ctx.group), None
+
+
+def _all_to_all(x_RX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    got_RX = torch.empty_like(x_RX, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(got_RX, x_RX.contiguous(), group=group)
+    return got_RX

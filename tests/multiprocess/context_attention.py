@@ -1,0 +1,137 @@
+"""Attention over ranks, run on ranks: what `test_context_attention` sends to the workers and what it holds the results against.
+
+Legend: B sequences, T tokens, H query heads, K key/value heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.layout.context import chunks_of, num_chunks
+from shardwright.model.dropout import Dropout, DropoutKey
+from shardwright.parallel.blocks import Scores
+from shardwright.parallel.ring import RowAttention, attend_row
+from shardwright.parallel.sight import Row
+from shardwright.parallel.ulysses import to_heads, to_tokens
+
+RATE = 0.25
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One attention: sizes, and what holds for its scores."""
+
+    tokens: int = 24
+    heads: int = 4
+    kv_heads: int = 2
+    window: int | None = None
+    soft_cap: float | None = None
+    documents: bool = False
+    broken: bool = False
+    dropout: bool = False
+    sinks: bool = False
+    explicit: bool = False
+    value_width: int = 8
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        shown = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Sample(), name)]
+        return ",".join(shown) or "plain"
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, v, sinks, and the gradient of the output."""
+        random = torch.Generator().manual_seed(3)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=random, dtype=torch.float64).to(self.dtype)
+
+        q, k = draw(2, self.heads, self.tokens, 8), draw(2, self.kv_heads, self.tokens, 8)
+        v, sinks = draw(2, self.kv_heads, self.tokens, self.value_width), draw(self.heads)
+        return q, k, v, sinks, draw(2, self.heads, self.tokens, self.value_width)
+
+    def document_ids(self) -> Tensor | None:
+        """Of many lengths: within a chunk, over several, ending with one; another row has one, or one to each chunk (`broken`)."""
+        if not self.documents:
+            return None
+        ends = torch.tensor([1, 4, self.tokens // 2, self.tokens // 2 + 7])
+        first = torch.bucketize(torch.arange(self.tokens), ends, right=True)
+        second = torch.arange(self.tokens) // 3 if self.broken else torch.zeros_like(first)
+        return torch.stack((first, second))
+
+    def scores(self, places: Tensor, first_head: int = 0) -> Scores:
+        dropout = Dropout.of(DropoutKey(1, 2, torch.tensor([5, 9])), places, torch.device("cpu")) if self.dropout else None
+        return Scores(0.3, self.soft_cap, dropout, RATE if self.dropout else 0.0, first_head)
+
+
+def dense(sample: Sample) -> list[Tensor]:
+    """Output, dq, dk, dv, dsinks by the plain definition, in float64."""
+    q, k, v, sinks, d_out = (part.double() for part in sample.inputs())
+    leaves = [part.requires_grad_() for part in (q, k, v, sinks)]
+    group = sample.heads // sample.kv_heads
+    scores = 0.3 * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
+    if sample.soft_cap is not None:
+        scores = sample.soft_cap * torch.tanh(scores / sample.soft_cap)
+    visible = torch.ones(sample.tokens, sample.tokens, dtype=torch.bool).tril()
+    if sample.window is not None:
+        visible = visible.triu(1 - sample.window)
+    visible = visible[None, None]
+    ids = sample.document_ids()
+    if ids is not None:
+        visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sample.sinks:
+        sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    if sample.dropout:
+        dropout = sample.scores(torch.arange(sample.tokens)).dropout
+        assert dropout is not None
+        weights = dropout.drop_attention(weights, RATE)
+    out = weights @ v.repeat_interleave(group, 1)
+    gradients = torch.autograd.grad(out, leaves[: 3 + sample.sinks], d_out)
+    return [out.detach(), *gradients]
+
+
+def on_ranks(sample: Sample, method: str) -> list[Tensor]:
+    """The same from all ranks' shares, put together in row order."""
+    group = dist.group.WORLD
+    assert group is not None
+    degree = group.size()
+    chunks = chunks_of(method, degree)  # type: ignore[arg-type]
+    row = Row.of(sample.tokens, num_chunks(method, degree), sample.document_ids())  # type: ignore[arg-type]
+    places = row.places(chunks[dist.get_rank()], torch.device("cpu"))
+    q, k, v, sinks, d_out = sample.inputs()
+    leaves = [part[:, :, places].requires_grad_() for part in (q, k, v)] + [sinks.requires_grad_()]
+    out = _attend(sample, method, leaves, group, row, chunks, places)
+    gradients = torch.autograd.grad(out, leaves[: 3 + sample.sinks], d_out[:, :, places])
+    results = []
+    for part in (out.detach(), *gradients[:3]):
+        whole = part.new_zeros(*part.shape[:2], sample.tokens, part.shape[3])
+        whole[:, :, places] = part
+        dist.all_reduce(whole)
+        results.append(whole)
+    for gradient in gradients[3:]:
+        dist.all_reduce(gradient)
+        results.append(gradient)
+    return results
+
+
+def _attend(sample: Sample, method: str, leaves: list[Tensor], group: Any, row: Row, chunks: Any, places: Tensor) -> Tensor:
+    q, k, v, sinks = leaves
+    how = RowAttention(
+        group, chunks, row, sample.scores(places), sample.window, gather=method == "all_gather", explicit=sample.explicit
+    )
+    if method != "ulysses":
+        return attend_row(q, k, v, sinks if sample.sinks else None, how)
+    heads = sample.heads // group.size()
+    first = heads * dist.get_rank()
+    whole = Row.of(sample.tokens, 1, sample.document_ids())
+    how = replace(how, group=None, chunks=((0,),), row=whole, scores=sample.scores(torch.arange(sample.tokens), first))
+    mine = sinks[first : first + heads] if sample.sinks else None
+    return to_tokens(attend_row(*to_heads((q, k, v), group), mine, how), group)
