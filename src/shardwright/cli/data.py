@@ -21,8 +21,9 @@ from shardwright.config import Recipe, load_recipe
 from shardwright.data.dataset import TokenDataset
 from shardwright.data.fit import prepare_for_model
 from shardwright.data.order import SampleOrder
-from shardwright.data.prepare import Prepared, SideReport
+from shardwright.data.prepare import Prepared
 from shardwright.data.preview import Span, count_free_positions, read_spans
+from shardwright.data.report import SideReport
 from shardwright.errors import RecipeError
 from shardwright.plan import count_steps, resolve, resolve_batch
 

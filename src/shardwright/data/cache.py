@@ -179,8 +179,8 @@ def _is_dead_here(identity: str) -> bool:
     return False
 
 
-def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[str]]:
-    """What a list of files holds and how it is read: name, format, field and a hash of the bytes of each.
+def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[Any]]:
+    """What a list of files holds and how it is read: name, format, kind of records, columns and a hash of the bytes.
 
     Hashes are remembered by path, size and time of change, so that a large corpus is not read again by every run. A file
     changed less than two seconds before it was hashed is hashed again next time: it may change once more unnoticed.
@@ -202,7 +202,7 @@ def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[str]]:
             raise DataError(f"cannot be read: {error.strerror}", field=str(file.path)) from error
         if time.time() - status.st_mtime > _SETTLED_SECONDS:
             remembered[str(file.path)] = [stamp, digest]
-        result.append([file.name, file.format, file.compression or "", file.text_field, digest])
+        result.append([file.name, file.format, file.compression or "", file.records.kind, *map(list, file.records.columns), digest])
     if remembered != memory:
         _remember(memory_path, remembered)
     return result

@@ -1,7 +1,7 @@
 """Which documents are learnt from and which are held out, such that nothing held out is ever learnt from.
 
 A first pass over the sources weighs every record (its length, a hash of its text, whether it can be read at all) and says
-on which side it falls; later passes read the text of one side. Per record 17 bytes are held, never the text.
+on which side it falls; later passes read the text of one side. Per record 18 bytes are held, never the text.
 
 Two documents are the same when their text is. A duplicate follows its original to its side of a split by `documents`; under
 `tail`, and with validation sources of their own, held-out documents that are also learnt from are dropped and counted.
@@ -45,6 +45,11 @@ class Records(NamedTuple):
         """Share of records that could not be read."""
         return self.num_broken / max(1, self.num_records)
 
+    def with_broken(self, more: Sequence[Broken]) -> Records:
+        """These with records that were found broken later, when they were encoded."""
+        kept = (self.broken + tuple(more))[:NUM_BROKEN_KEPT]
+        return self._replace(num_broken=self.num_broken + len(more), broken=kept)
+
     def check(self, max_broken_fraction: float, field: str) -> None:
         """Raises DataError when more records are broken than the recipe allows; names the first few."""
         if self.broken_fraction <= max_broken_fraction:
@@ -64,12 +69,16 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True)
 class Weighed:
-    """What the first pass learns of one list of files. `characters` is 0 for a record that is set aside."""
+    """What the first pass learns of one list of files. `characters` is 0 for a record that is set aside.
+
+    `indivisible`: whether a record is no plain text, which a split must not cut in two.
+    """
 
     files: tuple[SourceFile, ...]
     digests: npt.NDArray[np.uint64]
     characters: npt.NDArray[np.int64]
     records: Records
+    indivisible: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ def _select(weighed: Weighed, sides: npt.NDArray[np.generic], wanted: int) -> It
 
 def weigh(files: Sequence[SourceFile], on_read: Read) -> Weighed:
     """The first pass over `files`."""
-    digests, characters = array("Q"), array("q")
+    digests, characters, indivisible = array("Q"), array("q"), array("b")
     broken: list[Broken] = []
     num_broken = num_empty = num_read = 0
     digest, length = hashlib.blake2b(digest_size=8), 0
@@ -157,12 +166,14 @@ def weigh(files: Sequence[SourceFile], on_read: Read) -> Weighed:
             digest, length = hashlib.blake2b(digest_size=8), 0
             digests.append(0)
             characters.append(0)
+            indivisible.append(0)
             continue
         digest.update(item.text.encode("utf-8"))
         length += len(item.text)
         if item.ends:
             digests.append(int.from_bytes(digest.digest(), "little"))
             characters.append(length)
+            indivisible.append(item.canonical != "text")
             num_read += length
             on_read(num_read)
             digest, length = hashlib.blake2b(digest_size=8), 0
@@ -171,6 +182,7 @@ def weigh(files: Sequence[SourceFile], on_read: Read) -> Weighed:
         np.frombuffer(digests, dtype=np.uint64),
         np.frombuffer(characters, dtype=np.int64),
         Records(len(characters) - num_empty, num_broken, num_empty, tuple(broken)),
+        np.frombuffer(indivisible, dtype=np.bool_),
     )
 
 
@@ -246,6 +258,15 @@ def _by_tail(training: Weighed, sides: npt.NDArray[np.uint8], fraction: float) -
     at = int(np.searchsorted(ends, boundary, side="right"))  # first record that reaches beyond the boundary
     result[at:][result[at:] == TRAIN] = VALIDATION
     head = boundary - int(ends[at] - training.characters[at])
+    if training.indivisible[at]:
+        head = 0  # held out whole
+    if not head and not np.any(result == TRAIN):
+        raise DataError(
+            "the split leaves nothing to learn from",
+            field="data.validation_fraction",
+            got=fraction,
+            remedy="Hold out less: the first record is larger than what remains",
+        )
     learnt = training.digests[(result == TRAIN)]
     if head:
         learnt = np.append(learnt, training.digests[at])

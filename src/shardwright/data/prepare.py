@@ -4,60 +4,37 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from shardwright.config.schema import Recipe
+from shardwright.config.schema import Recipe, Source
+from shardwright.data.assemble import choose_packing, open_dataset
 from shardwright.data.cache import build_once, cache_root, fingerprint, key_of
+from shardwright.data.chat import ChatTemplate, load_chat_template
 from shardwright.data.corpus import Corpus, Read, Records, Side, divide, weigh
-from shardwright.data.dataset import TokenDataset, WindowDataset
-from shardwright.data.pack import PackedDataset, Packing, pack_documents
-from shardwright.data.sources import Broken, SourceFile, list_files
-from shardwright.data.store import TokenCounts, TokenStore, open_tokens, write_tokens
-from shardwright.data.tokenize import load_tokenizer, train_bpe, train_characters
-from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.dataset import TokenDataset
+from shardwright.data.formats import KINDS, plain_texts
+from shardwright.data.mix import MixedDataset
+from shardwright.data.remote import localise
+from shardwright.data.report import DataReport, SourceReport, describe_side
+from shardwright.data.sources import Broken, SourceFile, identify, list_files
+from shardwright.data.store import Encode, TokenStore, open_tokens, write_tokens
+from shardwright.data.supervision import Encoder
+from shardwright.data.tokenize import END_OF_TEXT, load_tokenizer, train_bpe, train_characters
+from shardwright.data.tokenizer import FastTokenizer, Tokenizer
+from shardwright.data.workers import encode_in_order
 from shardwright.errors import DataError, TokenizerError
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Part of every key of the cache: raise it when the same sources would give other tokens or other files."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, and how far: (stage, done, total) in characters, about."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SideReport:
-    """One side of the split, as the model sees it in one pass. `length_histogram`: documents of up to so many tokens."""
-
-    counts: TokenCounts
-    num_samples: int
-    num_supervised: int
-    padding_fraction: float
-    length_histogram: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """What the sources hold and what became of it."""
-
-    num_files: int
-    records: Records
-    num_duplicates_dropped: int
-    tokenizer_kind: str
-    vocab_size: int
-    train: SideReport
-    validation: SideReport | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON."""
-        return asdict(self) | {"records": self.records._asdict() | {"broken": [item._asdict() for item in self.records.broken]}}
 
 
 @dataclass(frozen=True)
@@ -84,35 +61,85 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
     """
     sources = _Sources(recipe, progress)
     given = _given_tokenizer(recipe)
+    packing = choose_packing(recipe, sources.with_records)
+    template = _template_of(recipe, given) if sources.with_records else None
     spec: Any = given.content_hash if given is not None else [recipe.tokenizer.kind, recipe.tokenizer.vocab_size]
-    key = key_of([CACHE_VERSION, sources.key, spec])
-    folder = build_once(sources.root, f"tokens/{key}", partial(_tokenise, sources, given))
+    rendering = [recipe.data.supervise, template and [template.text, dict(template.variables)]] if sources.with_records else []
+    key = key_of([CACHE_VERSION, sources.key, spec, *rendering])
+    folder = build_once(sources.root, f"tokens/{key}", partial(_tokenise, sources, given, template))
     saved = json.loads((folder / "records.json").read_text(encoding="utf-8"))
-    records = [Records(**{**item, "broken": tuple(Broken(**broken) for broken in item["broken"])}) for item in saved["records"]]
-    for found, field in zip(records, ("data.sources", "data.validation"), strict=False):
-        found.check(recipe.data.max_broken_fraction, field)
-        if found.num_broken:
-            first = found.broken[0]
-            message = "set aside %d of %d records of %s that cannot be read; the first is %s:%d: %s"
-            log.warning(message, found.num_broken, found.num_records, field, first.file, first.line, first.reason)
+    records = _check_records(saved["records"], recipe)
     tokenizer = given if given is not None else load_tokenizer(folder / "tokenizer")
+    if recipe.data.chat_template is not None and template is not None and isinstance(tokenizer, FastTokenizer):
+        tokenizer.chat_template = template.text
     stores: dict[Side, TokenStore] = {"train": open_tokens(folder, "train")}
     if (folder / "validation.json").is_file():
         stores["validation"] = open_tokens(folder, "validation")
     _check_fits(stores, tokenizer, vocab_size)
-    datasets = {side: _open_dataset(recipe, sources.root, key, side, store) for side, store in stores.items()}
-    sides = {side: _side_report(stores[side], dataset) for side, dataset in datasets.items()}
+    _check_supervision(stores, recipe)
+    datasets = {side: open_dataset(recipe, sources.root, key, side, store, packing) for side, store in stores.items()}
+    sides = {side: describe_side(stores[side], dataset) for side, dataset in datasets.items()}
     report = DataReport(
         num_files=saved["num_files"],
         records=_sum_records(records),
         num_duplicates_dropped=saved["num_duplicates_dropped"],
         tokenizer_kind=recipe.tokenizer.kind,
         vocab_size=tokenizer.vocab_size,
+        packing=packing,
+        supervise=recipe.data.supervise if sources.with_records else None,
+        template=None if template is None else recipe.data.chat_template or "the tokenizer's own",
+        sources=_describe_sources(sources, stores["train"], datasets["train"]),
         train=sides["train"],
         validation=sides.get("validation"),
     )
-    content_hash = key_of([key, tokenizer.content_hash, recipe.data.packing])
+    weights = [source.weight for source in recipe.data.sources]
+    content_hash = key_of([key, tokenizer.content_hash, packing, recipe.data.overlong, weights])
     return Prepared(datasets["train"], datasets.get("validation"), tokenizer, report, content_hash)
+
+
+def _check_records(saved: list[dict[str, Any]], recipe: Recipe) -> list[Records]:
+    """What could not be read of training and validation sources; told, or an error where it is too much."""
+    records = [Records(**{**item, "broken": tuple(Broken(**broken) for broken in item["broken"])}) for item in saved]
+    for found, field in zip(records, ("data.sources", "data.validation"), strict=False):
+        found.check(recipe.data.max_broken_fraction, field)
+        if found.num_broken:
+            first = found.broken[0]
+            message = "set aside %d of %d records of %s that cannot be read; the first is %s:%d: %s"
+            log.warning(message, found.num_broken, found.num_records, field, first.file, first.line, first.reason)
+    return records
+
+
+def _template_of(recipe: Recipe, given: Tokenizer | None) -> ChatTemplate | None:
+    """The chat template of a recipe. One that writes the date would give other tokens every day."""
+    folder = recipe.tokenizer.path or recipe.model.path
+    eos = END_OF_TEXT if given is None else None if given.eos_id is None else given.decode([given.eos_id])
+    place = Path(folder).expanduser() if given is not None and folder is not None else None
+    template = load_chat_template(place, recipe.data.chat_template, recipe.data.template_variables, eos)
+    if template is not None and "strftime_now" in template.text and "date_string" not in template.variables:
+        log.warning("the chat template may write today's date; data.template_variables: {date_string: ...} fixes it")
+    return template
+
+
+def _describe_sources(sources: _Sources, store: TokenStore, dataset: TokenDataset) -> tuple[SourceReport, ...]:
+    counts = [*store.counts.source_documents, *[0] * len(sources.recipe.data.sources)]
+    shares = [n / len(dataset) for n in dataset.counts] if isinstance(dataset, MixedDataset) else None
+    found = []
+    for number, source in enumerate(sources.recipe.data.sources):
+        files = [file for file in sources.training if file.source == number]
+        kinds = {file.records.kind if file.format != "text" else "text" for file in files}
+        records = next((file.records for file in files if file.format != "text"), None)
+        found.append(
+            SourceReport(
+                path=source.path,
+                num_files=len(files),
+                records=", ".join(kind for kind in KINDS if kind in kinds),
+                columns=records.columns if records is not None else (),
+                num_documents=counts[number],
+                weight=source.weight,
+                share=shares[number] if shares else None,
+            )
+        )
+    return tuple(found)
 
 
 class _Sources:
@@ -121,12 +148,17 @@ class _Sources:
     def __init__(self, recipe: Recipe, progress: Progress | None) -> None:
         self.recipe = recipe
         self.root = cache_root(recipe.data.cache_dir)
-        self.training = list_files(recipe.data.sources, "data.sources")
-        self.validation = list_files(recipe.data.validation, "data.validation")
+        self.training = self._find(recipe.data.sources, "data.sources")
+        self.validation = self._find(recipe.data.validation, "data.validation")
+        self.with_records = any(file.records.canonical != "text" for file in (*self.training, *self.validation))
         self._progress = progress
         data = recipe.data
         split = [] if self.validation else [data.validation_fraction, data.validation_split if data.validation_fraction else None]
         self.key = key_of([fingerprint(self.training, self.root), fingerprint(self.validation, self.root), split])
+
+    def _find(self, sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
+        here = localise(sources, self.root, field)
+        return identify(list_files(here, field), here, field)
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -161,7 +193,7 @@ class _Sources:
         for piece in self.corpus.pieces(side):
             num_read += len(piece.text)
             read(num_read)
-            yield piece.text
+            yield from [piece.text] if piece.canonical == "text" else plain_texts(piece.canonical, piece.text)
 
 
 def _num_bytes(files: tuple[SourceFile, ...]) -> int:
@@ -184,19 +216,25 @@ def _given_tokenizer(recipe: Recipe) -> Tokenizer | None:
     return load_tokenizer(Path(folder).expanduser())
 
 
-def _tokenise(sources: _Sources, given: Tokenizer | None, folder: Path) -> None:
+def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None, folder: Path) -> None:
     """Fill a folder of the cache: the tokenizer if it is trained here, the tokens of both sides, and what was counted."""
     corpus = sources.corpus
     tokenizer = given
     if tokenizer is None:
         tokenizer = _train_tokenizer(sources)
         tokenizer.save(folder / "tokenizer")
+    encode: Encode | None = None
+    if sources.with_records:
+        encoder = Encoder(tokenizer, template, sources.recipe.data.supervise)
+        encode = partial(encode_in_order, encoder, num_workers=sources.recipe.data.num_workers)
+    records = [corpus.training.records, *([corpus.validation.records] if corpus.validation else [])]
     sides: tuple[Side, ...] = ("train", "validation")
     for side in sides:
         if num_characters := corpus.characters(side):
             read = sources.reading(f"tokenising {side}", num_characters)
-            write_tokens(folder, side, corpus.pieces(side), tokenizer, read)
-    records = [corpus.training.records, *([corpus.validation.records] if corpus.validation else [])]
+            _, broken = write_tokens(folder, side, corpus.pieces(side), tokenizer, read, encode)
+            place = -1 if side == "validation" else 0  # the last: validation sources of their own, or those of both sides
+            records[place] = records[place].with_broken(broken)
     content = {
         "num_files": len(sources.training) + len(sources.validation),
         "records": [item._asdict() | {"broken": [broken._asdict() for broken in item.broken]} for item in records],
@@ -222,6 +260,19 @@ def _train_tokenizer(sources: _Sources) -> Tokenizer:
     return train_characters(text for side in sides for text in sources.texts(side, "reading the alphabet"))
 
 
+def _check_supervision(stores: dict[Side, TokenStore], recipe: Recipe) -> None:
+    """Prompts that are all learnt by accident; that none is learnt at all is found where records are encoded and packed."""
+    for side, store in stores.items():
+        counts = store.counts
+        if recipe.data.supervise != "all" and 0 < counts.num_answered_tokens == counts.num_answered_supervised:
+            raise DataError(
+                f"every token of the {side} records is supervised, though only responses should be",
+                field="data.supervise",
+                got=recipe.data.supervise,
+                remedy="The prompts are empty, or the columns are wrong; to learn every token say data.supervise: all",
+            )
+
+
 def _check_fits(stores: dict[Side, TokenStore], tokenizer: Tokenizer, vocab_size: int | None) -> None:
     if vocab_size is None:
         return
@@ -234,52 +285,6 @@ def _check_fits(stores: dict[Side, TokenStore], tokenizer: Tokenizer, vocab_size
             allowed=f"ids below the model's vocab_size of {vocab_size}",
             remedy="Use the model's own tokenizer, or a model with a larger vocabulary",
         )
-
-
-def _open_dataset(recipe: Recipe, root: Path, key: str, side: Side, store: TokenStore) -> TokenDataset:
-    length, whole = recipe.training.sequence_length, side == "validation"
-    field = "data.validation" if whole else "data.sources"
-    found = f"{store.counts.num_tokens} tokens in {store.counts.num_documents} documents"
-    dataset: TokenDataset
-    if recipe.data.packing == "windows":
-        dataset = WindowDataset(store.tokens, length, seed=recipe.seed, whole=whole)
-        if not len(dataset):
-            raise DataError(
-                f"the {side} text is shorter than one window",
-                field=field,
-                got=found,
-                allowed="2 tokens or more" if whole else f"{length + 1} tokens or more: sequence_length {length} and a label",
-                remedy="Give more text" if whole else "Give more text, or shorten training.sequence_length",
-            )
-        return dataset
-
-    def build(folder: Path) -> None:
-        pack_documents(store.documents, length).save(folder / "packing.npz")
-
-    folder = build_once(root, f"packed/{key_of([CACHE_VERSION, key, side, length])}", build)
-    dataset = PackedDataset(store.tokens, Packing.load(folder / "packing.npz"), length)
-    if not len(dataset):
-        raise DataError(
-            f"no token of the {side} documents is supervised",
-            field=field,
-            got=found,
-            allowed="documents of two tokens or more: the first of each is never predicted",
-        )
-    return dataset
-
-
-def _side_report(store: TokenStore, dataset: TokenDataset) -> SideReport:
-    lengths = np.diff(store.documents.astype(np.int64))
-    # Bins (0, 1], (1, 2], (2, 4], ... up to the longest document.
-    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-    histogram = tuple((2**number, int(count)) for number, count in enumerate(np.bincount(bins)))
-    return SideReport(
-        counts=store.counts,
-        num_samples=len(dataset),
-        num_supervised=dataset.num_supervised,
-        padding_fraction=dataset.padding_fraction if isinstance(dataset, PackedDataset) else 0.0,
-        length_histogram=histogram,
-    )
 
 
 def _sum_records(records: list[Records]) -> Records:

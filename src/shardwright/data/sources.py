@@ -1,23 +1,24 @@
 """Where text comes from: files of a recipe's sources, read record by record without ever holding a whole corpus.
 
-A text file is one document; a line of JSON lines or a row of Parquet is one document. A record that cannot be read is
-not an exception but a `Broken`, with file and line, so that one bad line does not stop a corpus of millions.
+A text file is one document; a line of JSON lines or a row of Parquet is one record: a document, a conversation, or another of
+the kinds of `formats`. A record that cannot be read is not an exception but a `Broken`, with file and line, so that one bad
+line does not stop a corpus of millions.
 """
 
 from __future__ import annotations
 
 import codecs
 import fnmatch
-import gzip
-import io
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from shardwright.config.schema import Source
+from shardwright.data.formats import KINDS, Records, Unsupported, Unusable, recognise, text_records
+from shardwright.data.records import column_types, holds_strings, open_stream, read_rows
 from shardwright.errors import DataError
 
 PIECE_CHARACTERS = 256 * 1024
@@ -29,14 +30,20 @@ FORMAT_OF_SUFFIX = {
     ".md": "text",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
+NUM_ROWS_LOOKED_AT = 64
+COLUMNAR = ("parquet", "arrow")
+NOT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What Hugging Face `datasets` writes beside the records."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 NOT_TEXT = {
     **dict.fromkeys((".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and name the folder"),
-    **dict.fromkeys((".json", ".csv", ".tsv"), "convert it to JSON lines, or say `format: text` to learn the file as it stands"),
-    **dict.fromkeys((".arrow", ".feather", ".orc", ".avro"), "convert it to Parquet"),
+    **dict.fromkeys((".csv", ".tsv"), "convert it to JSON lines, or say `format: text` to learn the file as it stands"),
+    **dict.fromkeys((".feather", ".orc", ".avro"), "convert it to Parquet"),
     **dict.fromkeys(
         (".npy", ".npz", ".bin", ".pt", ".pkl", ".safetensors", ".pdf", ".docx", ".pyc", ".so"), "extract its text first"
     ),
@@ -51,16 +58,25 @@ class SourceFile:
     name: str
     format: str
     compression: str | None
-    text_field: str
+    records: Records
+    source: int = 0
+    """Number of the source in the recipe's list."""
 
 
 class Piece(NamedTuple):
-    """A stretch of one document's text. `record` counts documents and broken records over all files, from 0."""
+    """A stretch of one document's text. `record` counts documents and broken records over all files, from 0.
+
+    `canonical`: what the text is (see `formats`); other than plain text it is a whole record, and file and line are its place.
+    """
 
     text: str
     record: int
     begins: bool
     ends: bool
+    canonical: str = "text"
+    file: str = ""
+    line: int = 0
+    source: int = 0
 
 
 class Broken(NamedTuple):
@@ -86,15 +102,48 @@ def list_files(sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
     for number, source in enumerate(sources):
         where = f"{field}.{number}.path"
         path = Path(os.path.expanduser(source.path))
-        if path.is_dir():
-            files += _list_folder(source, path, where)
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            found = _list_datasets_folder(source, path, where)
+        elif path.is_dir():
+            found = _list_folder(source, path, where)
         elif path.is_file():
             if source.glob or source.exclude:
                 raise DataError("`glob` and `exclude` choose files of a folder; this is a file", field=where, got=source.path)
-            files.append(_as_file(source, path, path.name, where))
+            found = [_as_file(source, path, path.name, where)]
         else:
             raise DataError("no such file or folder", field=where, got=source.path, remedy=f"Looked from {Path.cwd()}")
+        files += [replace(file, source=number) for file in found]
     return tuple(files)
+
+
+def _list_datasets_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
+    """What `datasets.save_to_disk` wrote: its state names the Arrow files in their order."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise DataError(
+            "this folder holds several splits",
+            field=where,
+            got=source.path,
+            allowed=", ".join(str(Path(source.path) / split) for split in splits),
+            remedy="Name one of them",
+        )
+    if source.glob or source.exclude:
+        raise DataError("`glob` and `exclude` do not apply to a folder of Hugging Face datasets", field=where, got=source.path)
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"state.json cannot be read: {error}", field=where, got=source.path) from error
+    if state.get("_indices_data_files"):
+        raise DataError(
+            "the rows are chosen by an index file, which is not read",
+            field=where,
+            got=source.path,
+            remedy="Save the dataset again: save_to_disk of datasets 2.9 and later writes the chosen rows",
+        )
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise DataError("a file that state.json names is not there", field=where, got=absent[0])
+    return [_as_file(source, folder / name, name, where) for name in names]
 
 
 def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
@@ -109,7 +158,7 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
             below = relative / name
             if name.startswith(".") or _excluded(source, below):
                 continue
-            if _chosen(source, below):
+            if is_chosen(source, below):
                 files.append(_as_file(source, Path(parent) / name, below.as_posix(), where))
             else:
                 passed_over.add(Path(name).suffix or name)
@@ -130,7 +179,10 @@ def _excluded(source: Source, below: Path) -> bool:
     )
 
 
-def _chosen(source: Source, below: Path) -> bool:
+def is_chosen(source: Source, below: Path) -> bool:
+    """Whether a file of a folder is one to read, by the source's `glob` and `format`."""
+    if below.name in NOT_RECORDS:
+        return False
     if source.glob:
         return fnmatch.fnmatchcase(below.as_posix(), source.glob) or fnmatch.fnmatchcase(below.name, source.glob)
     known = FORMAT_OF_SUFFIX.get(_suffixes(below)[0])
@@ -154,29 +206,66 @@ def _as_file(source: Source, path: Path, name: str, where: str) -> SourceFile:
                 f"{suffix} files are not read",
                 field=where,
                 got=str(path),
-                allowed="text, JSON lines or Parquet, also with .gz or .zst around text and JSON lines",
+                allowed="text, JSON, JSON lines or Parquet, also with .gz or .zst around text and JSON, and Arrow",
                 remedy=NOT_TEXT[suffix][0].upper() + NOT_TEXT[suffix][1:],
             )
         kind = FORMAT_OF_SUFFIX.get(suffix, "text")
-    if kind == "parquet" and around:
-        raise DataError("Parquet compresses itself; a compressed file of it is not read", field=where, got=str(path))
-    return SourceFile(path, name, kind, COMPRESSIONS.get(around), source.text_field)
+    if kind in COLUMNAR and around:
+        raise DataError(f"{kind} compresses itself; a compressed file of it is not read", field=where, got=str(path))
+    return SourceFile(path, name, kind, COMPRESSIONS.get(around), text_records(source.text_field))
+
+
+def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
+    """The files with what their records hold, found by looking at the first records of each source.
+
+    Raises:
+        DataError: records that could be of several kinds, columns of the recipe that are not there, a file that cannot be read.
+    """
+    found: list[SourceFile] = []
+    for number, source in enumerate(sources):
+        mine = [file for file in files if file.source == number]
+        with_records = [file for file in mine if file.format != "text"]
+        where = f"{field}.{number}"
+        if not with_records and (source.columns or source.records not in ("auto", "text")):
+            raise DataError("text files have no records", field=f"{where}.records", got=source.records, allowed="text or auto")
+        rows = _first_rows(with_records)
+        records = recognise(rows, source.records, source.columns, source.text_field, where)
+        found += [file if file.format == "text" else replace(file, records=records) for file in mine]
+    return tuple(found)
+
+
+def _first_rows(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
+    """The first records that can be read: enough to see the columns that are often empty."""
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            for row in read_rows(file.path, file.format, file.compression):
+                if row.value is not None:
+                    rows.append(row.value)
+                if len(rows) == NUM_ROWS_LOOKED_AT:
+                    return rows
+        except (OSError, EOFError, ValueError) as error:
+            raise DataError(f"cannot be read: {error}", field=str(file.path)) from error
+        if rows:
+            return rows
+    return rows
 
 
 def read_files(files: Sequence[SourceFile]) -> Iterator[Piece | Broken]:
     """Every record of the files in order, as pieces of text or as broken.
 
     Raises:
-        DataError: a file that cannot be opened or is damaged as a whole.
+        DataError: a file that cannot be opened or is damaged as a whole, a column that is not there, or something asked for
+            that is not done.
     """
     record = 0
     for file in files:
-        read = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[file.format]
+        read = _read_text if file.format == "text" else _read_records
         try:
             empty = True
             for item in read(file, record):
                 empty, record = False, item.record
-                yield item
+                yield item._replace(source=file.source) if isinstance(item, Piece) and file.source else item
             if empty:
                 yield Broken(record, file.name, 1, "an empty file", harmless=True)
         except (OSError, EOFError, ValueError) as error:  # ValueError: pyarrow's ArrowInvalid is one
@@ -184,21 +273,11 @@ def read_files(files: Sequence[SourceFile]) -> Iterator[Piece | Broken]:
         record += 1
 
 
-def _open(file: SourceFile) -> IO[bytes]:
-    if file.compression == "gzip":
-        return cast(IO[bytes], gzip.open(file.path, "rb"))
-    if file.compression == "zstd":
-        import pyarrow
-
-        return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(file.path), compression="zstd")))
-    return open(file.path, "rb")
-
-
 def _read_text(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     pending: list[str] = []
     num_pending, line, begins, blank = 0, 1, True, True
-    with _open(file) as stream:
+    with open_stream(file.path, file.compression) as stream:
         while True:
             block = stream.read(PIECE_CHARACTERS)
             try:
@@ -238,66 +317,33 @@ def _place_to_cut(pending: list[str]) -> str:
     return ""
 
 
-def _read_json_lines(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
-    with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.isspace() or not line:
-                continue
-            text, reason = _text_of_json(line, file.text_field)
-            yield Broken(record, file.name, number, reason) if reason else Piece(text, record, True, True)
-            record += 1
+def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
+    if file.format in COLUMNAR:
+        _check_columns(file)
+    for row in read_rows(file.path, file.format, file.compression, file.records.column_names()):
+        text, reason, canonical = "", row.reason, ""
+        if row.value is not None:
+            try:
+                canonical, text = file.records.read(row.value)
+            except Unusable as error:
+                reason = str(error)
+            except Unsupported as error:
+                raise DataError(str(error), field=f"{file.path}:{row.line}", remedy="Leave such records out") from error
+        if reason:
+            yield Broken(record, file.name, row.line, reason)
+        else:
+            yield Piece(text, record, True, True, canonical, file.name, row.line)
+        record += 1
 
 
-def _text_of_json(line: bytes, field: str) -> tuple[str, str]:
-    """(text, "") or ("", why not)."""
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return "", f"not UTF-8: {error.reason} at byte {error.start}"
-    except json.JSONDecodeError as error:
-        return "", f"not JSON: {error.msg} at column {error.colno}"
-    except (ValueError, RecursionError) as error:
-        return "", f"not JSON: {error}"
-    if not isinstance(value, dict):
-        return "", f"not an object but {type(value).__name__}"
-    if field not in value:
-        return "", f"no field {field!r}; it has {', '.join(map(repr, list(value)[:6]))}"
-    return _checked(value[field], field)
-
-
-def _checked(text: Any, field: str) -> tuple[str, str]:
-    if not isinstance(text, str):
-        return "", f"{field!r} is not a string but {'null' if text is None else type(text).__name__}"
-    if not text or text.isspace():
-        return "", f"{field!r} is empty"
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return "", f"{field!r} holds half a surrogate pair"
-    return text, ""
-
-
-def _read_parquet(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
-    import pyarrow
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file.path) as parquet:
-        schema = parquet.schema_arrow
-        if file.text_field not in schema.names:
-            raise DataError("no such column", field=str(file.path), got=file.text_field, allowed=", ".join(schema.names))
-        kind = schema.field(file.text_field).type
-        value_kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if not (pyarrow.types.is_string(value_kind) or pyarrow.types.is_large_string(value_kind)):
-            raise DataError("the column holds no strings", field=str(file.path), got=f"{file.text_field}: {kind}", allowed="string")
-        row = 0
-        for batch in parquet.iter_batches(batch_size=256, columns=[file.text_field]):
-            for value in batch.column(0):
-                row += 1
-                try:
-                    text, reason = _checked(value.as_py(), file.text_field)
-                except UnicodeDecodeError as error:
-                    text, reason = "", f"not UTF-8: {error.reason}"
-                yield Broken(record, file.name, row, reason) if reason else Piece(text, record, True, True)
-                record += 1
+def _check_columns(file: SourceFile) -> None:
+    """A column that is missing from a typed file is no accident of one record."""
+    kinds = column_types(file.path, file.format)
+    required = set(KINDS[file.records.kind].required)
+    for role, name in file.records.columns:
+        if role not in required:
+            continue
+        if name not in kinds:
+            raise DataError("no such column", field=str(file.path), got=name, allowed=", ".join(kinds))
+        if file.records.kind == "text" and not holds_strings(kinds[name]):
+            raise DataError("the column holds no strings", field=str(file.path), got=f"{name}: {kinds[name]}", allowed="string")

@@ -2,6 +2,7 @@
 
 <side>.tokens      ids, little-endian uint16 where the vocabulary allows, else uint32
 <side>.documents   uint64: index of each document's first token, and the number of tokens at the end
+<side>.supervised  uint8, 1 for each token that is learnt; absent where all are
 <side>.json        counts, and the type of the ids
 """
 
@@ -10,24 +11,35 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.corpus import Read
-from shardwright.data.sources import PIECE_CHARACTERS, Piece
-from shardwright.data.tokenizer import Tokenizer
-from shardwright.errors import DataError
+from shardwright.data.sources import PIECE_CHARACTERS, Broken, Piece
+from shardwright.data.supervision import Encoded
+from shardwright.data.tokenizer import IdArray, Tokenizer
+from shardwright.errors import DataError, TokenizerError
 
 _MIN_BATCH_CHARACTERS = 2 * 1024**2
+
+Encode = Callable[[Iterable[Piece]], Iterator[tuple[Piece, Encoded | str]]]
+"""Records to ids, in order, or why one is set aside."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What was counted while one side was tokenised. `num_unknown` are tokens that stand for text without ids."""
+    """What was counted while one side was tokenised. `num_unknown` are tokens that stand for text without ids.
+
+    `source_documents`: documents of each source, in order. The answered documents are those with a prompt (conversations,
+    pairs, completions); of their tokens but the first, `num_answered_supervised` are learnt.
+    """
 
     num_documents: int
     num_characters: int
@@ -35,42 +47,139 @@ class TokenCounts:
     num_unknown: int
     max_id: int
     dtype: str
+    source_documents: tuple[int, ...] = ()
+    num_answered_tokens: int = 0
+    num_answered_supervised: int = 0
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """One side of a corpus, read through memory maps."""
+    """One side of a corpus, read through memory maps. `supervised` holds a 1 for each token that is learnt; None is all."""
 
     tokens: npt.NDArray[np.unsignedinteger]
     documents: npt.NDArray[np.uint64]
     counts: TokenCounts
+    supervised: npt.NDArray[np.uint8] | None = None
 
 
-def write_tokens(folder: Path, side: str, pieces: Iterable[Piece], tokenizer: Tokenizer, on_read: Read) -> TokenCounts:
-    """Tokenise `pieces` into `folder`, holding a few megabytes of text at a time."""
+class _Part(NamedTuple):
+    """Ids of a piece, ready to be written."""
+
+    piece: Piece
+    ids: IdArray
+    supervised: npt.NDArray[np.uint8] | None
+    num_characters: int
+
+
+def write_tokens(
+    folder: Path,
+    side: str,
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    on_read: Read,
+    encode: Encode | None = None,
+) -> tuple[TokenCounts, list[Broken]]:
+    """Tokenise `pieces` into `folder`, holding a few megabytes of text at a time.
+
+    Args:
+        encode: for pieces that are no plain text; with it every token has a mark that says whether it is learnt.
+
+    Returns what was counted, and the records that could not be encoded.
+    """
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 2**16 else np.dtype("<u4")
-    starts = array("Q")
-    num_tokens = num_characters = num_unknown = 0
-    max_id = record = -1
-    with open(folder / f"{side}.tokens", "wb") as stream:
-        for batch in _batches(_whole_words(pieces, tokenizer)):
-            for piece, text_ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
-                ids = _framed(piece, text_ids, tokenizer)
-                if piece.record != record:  # the tail of a document that a split cut in two does not begin, but is a document here
-                    starts.append(num_tokens)
-                    record = piece.record
-                stream.write(ids.astype(dtype).tobytes())  # numpy's tofile hides why a disk refuses
-                num_tokens += len(ids)
-                num_characters += len(piece.text)
-                num_unknown += 0 if tokenizer.unknown_id is None else int(np.count_nonzero(ids == tokenizer.unknown_id))
-                max_id = max(max_id, int(ids.max())) if len(ids) else max_id
-            on_read(num_characters)
-        stream.flush()
-        os.fsync(stream.fileno())
-    counts = TokenCounts(len(starts), num_characters, num_tokens, num_unknown, max_id, dtype.str)
-    (folder / f"{side}.documents").write_bytes(np.array([*starts, num_tokens], dtype="<u8").tobytes())
+    writing = _Writing(tokenizer.unknown_id)
+    broken: list[Broken] = []
+    with ExitStack() as stack:
+        stream = stack.enter_context(open(folder / f"{side}.tokens", "wb"))
+        marks = stack.enter_context(open(folder / f"{side}.supervised", "wb")) if encode is not None else None
+        for part in _encoded(pieces, tokenizer, encode, on_read, broken):
+            writing.count(part)
+            stream.write(_as_type(part.ids, dtype, tokenizer).tobytes())  # numpy's tofile hides why a disk refuses
+            if marks is not None:
+                supervised = part.supervised if part.supervised is not None else np.ones(len(part.ids), dtype=np.uint8)
+                marks.write(supervised.tobytes())
+        for written in filter(None, (stream, marks)):
+            written.flush()
+            os.fsync(written.fileno())
+    counts = writing.counts(dtype.str)
+    (folder / f"{side}.documents").write_bytes(np.array([*writing.starts, counts.num_tokens], dtype="<u8").tobytes())
     (folder / f"{side}.json").write_text(json.dumps(asdict(counts)), encoding="utf-8")
-    return counts
+    return counts, broken
+
+
+class _Writing:
+    """What is counted on the way."""
+
+    def __init__(self, unknown_id: int | None) -> None:
+        self.starts = array("Q")
+        self._unknown_id = unknown_id
+        self._record = self._max_id = -1
+        self._tokens = self._characters = self._unknown = self._answered = self._answered_supervised = 0
+        self._by_source: list[int] = []
+
+    def count(self, part: _Part) -> None:
+        piece, ids = part.piece, part.ids
+        if piece.record != self._record:  # the tail of a document that a split cut in two does not begin, but is one here
+            self.starts.append(self._tokens)
+            self._record = piece.record
+            self._by_source += [0] * (piece.source + 1 - len(self._by_source))
+            self._by_source[piece.source] += 1
+        self._tokens += len(ids)
+        self._characters += part.num_characters
+        self._unknown += 0 if self._unknown_id is None else int(np.count_nonzero(ids == self._unknown_id))
+        self._max_id = max(self._max_id, int(ids.max())) if len(ids) else self._max_id
+        if part.supervised is not None and piece.canonical in ("chat", "pair", "completion"):
+            self._answered += len(ids) - 1
+            self._answered_supervised += int(np.count_nonzero(part.supervised[1:]))
+
+    def counts(self, dtype: str) -> TokenCounts:
+        return TokenCounts(
+            num_documents=len(self.starts),
+            num_characters=self._characters,
+            num_tokens=self._tokens,
+            num_unknown=self._unknown,
+            max_id=self._max_id,
+            dtype=dtype,
+            source_documents=tuple(self._by_source),
+            num_answered_tokens=self._answered,
+            num_answered_supervised=self._answered_supervised,
+        )
+
+
+def _encoded(
+    pieces: Iterable[Piece], tokenizer: Tokenizer, encode: Encode | None, on_read: Read, broken: list[Broken]
+) -> Iterator[_Part]:
+    """The pieces as ids, in order; text in large batches, records through `encode`. What fails goes to `broken`."""
+    num_read = 0
+    for plain, group in groupby(pieces, lambda piece: piece.canonical == "text"):
+        if plain:
+            for batch in _batches(_whole_words(group, tokenizer)):
+                for piece, ids in zip(batch, tokenizer.encode_pieces([piece.text for piece in batch]), strict=True):
+                    yield _Part(piece, _framed(piece, ids, tokenizer), None, len(piece.text))
+                    num_read += len(piece.text)
+                on_read(num_read)
+            continue
+        assert encode is not None, "records without an encoder"
+        for piece, outcome in encode(group):
+            if isinstance(outcome, str):
+                broken.append(Broken(piece.record, piece.file, piece.line, outcome))
+            else:
+                yield _Part(piece, outcome.ids, outcome.supervised, outcome.num_characters)
+            num_read += len(piece.text)
+            on_read(num_read)
+
+
+def _as_type(ids: IdArray, dtype: np.dtype[Any], tokenizer: Tokenizer) -> npt.NDArray[Any]:
+    """The ids in the type of the file. Ids that were given as such may lie beyond the tokenizer's, and must not wrap around."""
+    if len(ids) and int(ids.max()) > np.iinfo(dtype).max:
+        raise TokenizerError(
+            "the data hold a token id outside the tokenizer's vocabulary",
+            field="tokenizer",
+            got=f"token id {int(ids.max())}",
+            allowed=f"ids below {tokenizer.vocab_size}",
+            remedy="Name the tokenizer that the ids were made with",
+        )
+    return ids.astype(dtype)
 
 
 def open_tokens(folder: Path, side: str) -> TokenStore:
@@ -79,11 +188,14 @@ def open_tokens(folder: Path, side: str) -> TokenStore:
     Raises:
         DataError: the files are not of the size that was written; a disk was full or a machine lost power.
     """
-    counts = TokenCounts(**json.loads((folder / f"{side}.json").read_text(encoding="utf-8")))
+    content = json.loads((folder / f"{side}.json").read_text(encoding="utf-8"))
+    counts = TokenCounts(**content | {"source_documents": tuple(content["source_documents"])})
+    marks = folder / f"{side}.supervised"
     dtype = np.dtype(counts.dtype)
     for path, num_bytes in (
         (folder / f"{side}.tokens", counts.num_tokens * dtype.itemsize),
         (folder / f"{side}.documents", (counts.num_documents + 1) * 8),
+        *([(marks, counts.num_tokens)] if marks.is_file() else []),
     ):
         if path.stat().st_size != num_bytes:
             raise DataError(
@@ -98,7 +210,8 @@ def open_tokens(folder: Path, side: str) -> TokenStore:
         tokens = np.memmap(folder / f"{side}.tokens", dtype=dtype, mode="r")
     else:
         tokens = np.zeros(0, dtype=dtype)
-    return TokenStore(tokens, np.fromfile(folder / f"{side}.documents", dtype="<u8"), counts)
+    supervised = np.memmap(marks, dtype=np.uint8, mode="r") if marks.is_file() and counts.num_tokens else None
+    return TokenStore(tokens, np.fromfile(folder / f"{side}.documents", dtype="<u8"), counts, supervised)
 
 
 def _framed(piece: Piece, ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> npt.NDArray[np.uint32]:

@@ -79,6 +79,15 @@ class Tokenizer(Protocol):
         """Ids of each text alone, without prefix and suffix; in parallel where the tokenizer can."""
         ...
 
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """Tokens that mean something other than their text: ends, roles, padding."""
+        ...
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of what a chat template wrote, where control tokens are control tokens; nothing is put around it."""
+        ...
+
     def may_cut(self, left: str, right: str) -> bool:
         """Whether encoding `left` and `right` apart gives the ids of both together, judged by the text around the cut."""
         ...
@@ -101,6 +110,7 @@ class CharacterTokenizer:
     """
 
     kind = "character"
+    control_tokens: frozenset[str] = frozenset()
     eos_id: int | None = None
     unknown_id: int | None = None
     prefix_ids: tuple[int, ...] = ()
@@ -146,6 +156,10 @@ class CharacterTokenizer:
         """Ids of each text."""
         return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
 
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text: no character is a control token."""
+        return [self.encode(text) for text in texts]
+
     def may_cut(self, left: str, right: str) -> bool:
         """Anywhere."""
         return True
@@ -166,6 +180,8 @@ class CharacterTokenizer:
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 
+    `chat_template`: one that is not the folder's own and is saved with the tokenizer.
+
     Args:
         fast: taken over; truncation and padding that its file may ask for are switched off.
         eos_token: the token that ends a document, or None.
@@ -177,6 +193,8 @@ class FastTokenizer:
         self._fast = fast
         self._eos_token = eos_token
         self._folder = folder
+        self.chat_template: str | None = None
+        self._rendering: Any = None
         fast.no_truncation()
         fast.no_padding()
         fast.encode_special_tokens = True
@@ -194,6 +212,9 @@ class FastTokenizer:
             unknown = content["model"]["vocab"][content["model"]["unk_id"]][0]
         self.unknown_id: int | None = fast.token_to_id(unknown) if unknown else None
         self.prefix_ids, self.suffix_ids = self._frame()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._fast.to_str(), self.kind, self._eos_token, self._folder)
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the tokenizer's post-processor puts around a text, seen around the first text that has ids at all."""
@@ -230,6 +251,21 @@ class FastTokenizer:
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """The special ones among the added tokens, and the end-of-text token."""
+        special = {token.content for token in self._fast.get_added_tokens_decoder().values() if token.special}
+        return frozenset(special | ({self._eos_token} if self._eos_token else set()))
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, control tokens read as such."""
+        if self._rendering is None:
+            self._rendering = tokenizers.Tokenizer.from_str(self._fast.to_str())
+            self._rendering.no_truncation()
+            self._rendering.no_padding()
+            self._rendering.encode_special_tokens = False
+        return [encoding.ids for encoding in self._rendering.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def may_cut(self, left: str, right: str) -> bool:
         """Whether normalisation and the split into words treat both sides apart as they treat them together.
 
@@ -258,6 +294,13 @@ class FastTokenizer:
                     shutil.copyfile(self._folder / name, folder / name)
         else:
             _save(self._fast, {"eos_token": self._eos_token} if self._eos_token else {}, folder)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+
+
+def _restore(definition: str, kind: str, eos_token: str | None, folder: Path | None) -> FastTokenizer:
+    """A tokenizer that has travelled to another process."""
+    return FastTokenizer(tokenizers.Tokenizer.from_str(definition), kind, eos_token, folder)
 
 
 def _save(fast: Any, config: dict[str, Any], folder: Path) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shardwright.config import Recipe
+from shardwright.data import assemble, sources
 from shardwright.data import prepare as prepare_module
-from shardwright.data import sources
 from shardwright.data.dataset import IGNORED_LABEL, TokenDataset, WindowDataset
 from shardwright.data.pack import PackedDataset
 from shardwright.data.prepare import Prepared, prepare
@@ -76,7 +76,7 @@ def test_the_second_time_nothing_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     first = prepare(recipe)
     monkeypatch.setattr(prepare_module, "weigh", None)
     monkeypatch.setattr(prepare_module, "write_tokens", None)
-    monkeypatch.setattr(prepare_module, "pack_documents", None)
+    monkeypatch.setattr(assemble, "pack_documents", None)
     second = prepare(recipe)
     assert second.report == first.report
     assert second.content_hash == first.content_hash

@@ -1,0 +1,195 @@
+"""One conversation as people write them, brought to one form, or the reason why it is none.
+
+The form: `{"messages": [turn, ...], "tools": [...]}` with turns `{"role", "content", "reasoning_content", "tool_calls", "name",
+"tool_call_id", "loss_weight"}`, of which all but role and content are there only where they say something. It is what chat
+templates of transformers read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+ROLE_OF = {
+    **dict.fromkeys(("user", "human", "prompter", "instruction"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot", "chatbot", "bing", "bard", "function_call"), "assistant"),
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
+}
+ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_TEXT_KEYS = ("text", "value", "content")
+
+
+class Unusable(Exception):
+    """Why a record is set aside."""
+
+
+class Unsupported(Exception):
+    """What a record asks for and we do not do: an error at once, since it is no accident of one record."""
+
+
+def read_conversation(turns: Any, tools: Any = None, system: Any = None) -> dict[str, Any]:
+    """The conversation in one form.
+
+    Raises:
+        Unusable: empty turns, unknown roles or roles out of order, tool calls without their fields, content that is not text.
+        Unsupported: a loss weight that is neither 0 nor 1.
+    """
+    if isinstance(turns, str):
+        turns = _parse(turns, "the conversation")
+    if not isinstance(turns, list) or not turns:
+        raise Unusable("the conversation has no turns" if turns in ([], None, "") else "the conversation is not a list of turns")
+    messages = [_read_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    if system is not None and str(system).strip():
+        if messages[0]["role"] == "system":
+            raise Unusable("a system prompt both beside the conversation and in it")
+        messages.insert(0, {"role": "system", "content": _text(system, "the system prompt")})
+    _check_order(messages)
+    found: dict[str, Any] = {"messages": messages}
+    if read := _read_tools(tools):
+        found["tools"] = read
+    return found
+
+
+def _read_turn(turn: Any, number: int) -> dict[str, Any]:
+    where = f"turn {number}"
+    if not isinstance(turn, dict):
+        raise Unusable(f"{where} is not an object but {type(turn).__name__}")
+    role = _first(turn, ROLE_KEYS)
+    if role is None:
+        raise Unusable(f"{where} has no role; it has {', '.join(map(repr, list(turn)[:6]))}")
+    if role not in ROLE_OF:
+        raise Unusable(f"{where} has the role {role!r}, which is not known")
+    message: dict[str, Any] = {"role": ROLE_OF[role], "content": _text(_first(turn, CONTENT_KEYS), where)}
+    calls = _read_calls(turn.get("tool_calls"), where)
+    if role == "function_call":
+        calls, message["content"] = _read_calls(_parse(message["content"], f"the tool call of {where}"), where), ""
+    if calls:
+        message["tool_calls"] = calls
+    reasoning = _first(turn, REASONING_KEYS)
+    if reasoning is not None and _text(reasoning, f"the reasoning of {where}").strip():
+        message["reasoning_content"] = _text(reasoning, f"the reasoning of {where}")
+    for key in ("name", "tool_call_id"):
+        if turn.get(key) is not None:
+            message[key] = str(turn[key])
+    if not message["content"].strip() and not calls:
+        raise Unusable(f"{where} ({role}) is empty")
+    if calls and message["role"] != "assistant":
+        raise Unusable(f"{where} ({role}) calls a tool; only the assistant does")
+    weight = turn.get("loss_weight", turn.get("weight"))
+    if weight is not None:
+        message["loss_weight"] = _read_weight(weight, where)
+    return message
+
+
+def _first(turn: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    return next((turn[key] for key in keys if turn.get(key) is not None), None)
+
+
+def _text(content: Any, where: str) -> str:
+    """Text of a turn: a string, or a list of parts that are all text. None is empty: a turn of tool calls has none."""
+    if content is None:
+        return ""
+    if isinstance(content, dict):
+        content = [content]
+    if isinstance(content, list):
+        return "".join(_text_of_part(part, where) for part in content)
+    if not isinstance(content, str):
+        raise Unusable(f"{where} holds no text but {type(content).__name__}")
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise Unusable(f"{where} holds half a surrogate pair") from error
+    return content
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return _text(part, where)
+    if not isinstance(part, dict) or part.get("type", "text") != "text":
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise Unusable(f"{where} has a part of type {kind!r}; only text is read")
+    text = next((part[key] for key in _TEXT_KEYS if part.get(key) is not None), None)
+    if not isinstance(text, str):
+        raise Unusable(f"{where} has a part of type 'text' without text")
+    return _text(text, where)
+
+
+def _read_weight(weight: Any, where: str) -> int:
+    if weight not in (0, 1) or isinstance(weight, str):
+        raise Unsupported(f"{where} has the loss weight {weight!r}: a turn is supervised (1) or not (0), nothing between")
+    return int(weight)
+
+
+def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(calls, dict):
+        calls = [calls]
+    if calls is None or calls == []:
+        return []
+    if isinstance(calls, str):
+        calls = _parse(calls, f"tool_calls of {where}")
+    if not isinstance(calls, list):
+        raise Unusable(f"tool_calls of {where} is not a list")
+    return [_read_call(call, where) for call in calls]
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise Unusable(f"a tool call of {where} has no function name")
+    if function.get("arguments") is None:
+        raise Unusable(f"the tool call {function['name']!r} of {where} has no arguments")
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = _parse(arguments, f"the arguments of the tool call {function['name']!r} of {where}")
+    if not isinstance(arguments, dict):
+        raise Unusable(f"the arguments of the tool call {function['name']!r} of {where} are no object")
+    arguments = {key: value for key, value in arguments.items() if value is not None}  # columns fill up with nulls
+    found: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(call, dict) and call.get("id") is not None:
+        found["id"] = str(call["id"])
+    return found
+
+
+def _read_tools(tools: Any) -> list[dict[str, Any]]:
+    if isinstance(tools, str) and tools.strip():
+        tools = _parse(tools, "the tools")
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("the tools are not a list of descriptions")
+    for tool in tools:
+        described = tool.get("function", tool)
+        if not isinstance(described, dict) or not isinstance(described.get("name"), str):
+            raise Unusable("a tool has no name")
+    return tools
+
+
+def _check_order(messages: list[dict[str, Any]]) -> None:
+    """System first if at all; then the user and the assistant in turns, with tools answering calls between."""
+    before = None
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        allowed = {
+            None: ("system", "developer", "user"),
+            "system": ("user",),
+            "developer": ("user",),
+            "user": ("assistant",),
+            "assistant": ("tool", "user") if before is not None and "tool_calls" in messages[number - 2] else ("user",),
+            "tool": ("tool", "assistant"),
+        }[before]
+        if role not in allowed:
+            behind = f"behind {before!r}" if before else "first"
+            raise Unusable(f"roles out of order: turn {number} is {role!r} {behind}, where {' or '.join(allowed)} belongs")
+        before = role
+    if before != "assistant":
+        raise Unusable(f"roles out of order: the last turn is {before!r}; the assistant has the last word")
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unusable(f"{what}: not JSON ({error})") from error

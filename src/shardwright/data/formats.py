@@ -1,0 +1,320 @@
+"""What a record holds: found by looking at its columns, and brought to one of five canonical forms.
+
+    text        a document, all of it supervised
+    chat        a conversation, for the tokenizer's chat template
+    pair        a prompt and its response: a conversation where there is a template, else one text, line by line
+    completion  a prompt and what continues it, joined as they stand
+    tokens      ids, perhaps with labels
+
+A canonical record travels as JSON text, so that it is hashed, split and deduplicated as a document of text is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.data.conversation import CONTENT_KEYS, ROLE_KEYS, Unsupported, Unusable, read_conversation
+from shardwright.errors import DataError
+
+ALPACA_PROMPT = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+ALPACA_INPUT = ", paired with an input that provides further context"
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class RecordKind:
+    """How records of a kind are told and named. `columns`: what each holds, and the names it goes by, the most usual first."""
+
+    summary: str
+    canonical: str
+    columns: Mapping[str, tuple[str, ...]]
+    required: tuple[str, ...]
+
+
+KINDS: dict[str, RecordKind] = {
+    "tokens": RecordKind(
+        "token ids",
+        "tokens",
+        {
+            "input_ids": ("input_ids",),
+            "labels": ("labels",),
+            "mask": ("completion_mask", "assistant_masks", "loss_mask"),
+        },
+        ("input_ids",),
+    ),
+    "messages": RecordKind(
+        "conversations (messages)",
+        "chat",
+        {"messages": ("messages", "conversations", "conversation"), "tools": ("tools",), "system": ("system",)},
+        ("messages",),
+    ),
+    "sharegpt": RecordKind(
+        "conversations (ShareGPT)",
+        "chat",
+        {"messages": ("conversations", "conversation", "messages"), "tools": ("tools",), "system": ("system",)},
+        ("messages",),
+    ),
+    "alpaca": RecordKind(
+        "instructions (Alpaca)",
+        "pair",
+        {
+            "instruction": ("instruction",),
+            "input": ("input", "context"),
+            "output": ("output", "response"),
+            "system": ("system",),
+            "history": ("history",),
+        },
+        ("instruction", "output"),
+    ),
+    "prompt_completion": RecordKind(
+        "prompts and completions",
+        "completion",
+        {"prompt": ("prompt",), "completion": ("completion",), "tools": ("tools",)},
+        ("prompt", "completion"),
+    ),
+    "prompt_response": RecordKind(
+        "questions and answers",
+        "pair",
+        {"prompt": ("prompt", "question", "query"), "response": ("response", "answer"), "system": ("system",)},
+        ("prompt", "response"),
+    ),
+    "text": RecordKind("text", "text", {"text": ("text",)}, ("text",)),
+}
+"""In the order in which they are looked for."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """The kind of a source's records and which column holds what; hashable, part of the key of the cache."""
+
+    kind: str
+    columns: tuple[tuple[str, str], ...]
+
+    @property
+    def canonical(self) -> str:
+        """The canonical form."""
+        return KINDS[self.kind].canonical
+
+    def column_names(self) -> list[str]:
+        """The columns that are read."""
+        return [name for _, name in self.columns]
+
+    def read(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """(canonical form, its content as text) of a row.
+
+        Raises:
+            Unusable, Unsupported: see `conversation`.
+        """
+        by_role = {role: row[name] for role, name in self.columns if row.get(name) is not None}
+        for role, name in self.columns:
+            if role in KINDS[self.kind].required and role not in by_role:
+                has = ", ".join(map(repr, list(row)[:6]))
+                raise Unusable(f"{name!r} is not a string but null" if name in row else f"no field {name!r}; it has {has}")
+        canonical, content = _READERS[self.kind](_Given(by_role, dict(self.columns)))
+        return canonical, content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, sort_keys=True)
+
+
+def text_records(field: str) -> Records:
+    """Records whose text is in one column."""
+    return Records("text", (("text", field),))
+
+
+def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str, str], text_field: str, where: str) -> Records:
+    """The kind of a source from the columns of its first rows.
+
+    Args:
+        asked: a kind, or `auto`.
+        named: columns by what they hold, from the recipe; they go before the usual names.
+        where: the recipe's field, for errors.
+
+    Raises:
+        DataError: two kinds or two columns fit, a named column belongs to no kind or is absent.
+    """
+    columns = {name for row in rows for name, value in row.items() if value is not None}
+    candidates = [asked] if asked != "auto" else [kind for kind in KINDS if set(named) <= set(KINDS[kind].columns)]
+    if any(role not in KINDS[kind].columns for kind in candidates for role in named) or not candidates:
+        allowed = "; ".join(f"{kind}: {', '.join(KINDS[kind].columns)}" for kind in (candidates or KINDS))
+        raise DataError("no such column of these records", field=f"{where}.columns", got=", ".join(named), allowed=allowed)
+    if rows and (absent := [name for name in named.values() if name not in columns]):
+        raise DataError("no such column", field=f"{where}.columns", got=absent[0], allowed=", ".join(sorted(columns)))
+    fitting = [kind for kind in candidates if kind != "text" and _fits(kind, columns, named, rows, strict=asked == "auto")]
+    if not fitting:
+        if asked not in ("auto", "text"):
+            return Records(asked, _choose_columns(asked, columns, named, where))
+        return text_records(named.get("text", text_field))
+    if len(fitting) > 1:
+        raise DataError(
+            "the records could be of several kinds",
+            field=f"{where}.records",
+            got=f"columns {', '.join(sorted(columns))}",
+            allowed=", ".join(fitting),
+            remedy="Say which in `records`",
+        )
+    return Records(fitting[0], _choose_columns(fitting[0], columns, named, where))
+
+
+def _fits(kind: str, columns: set[str], named: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, strict: bool) -> bool:
+    def present(role: str) -> bool:
+        return role in named or any(name in columns for name in KINDS[kind].columns[role])
+
+    if not all(present(role) for role in KINDS[kind].required):
+        return False
+    if kind not in ("messages", "sharegpt") or not strict:
+        return True
+    column = named.get("messages") or next(name for name in KINDS[kind].columns["messages"] if name in columns)
+    turn = next((row[column][0] for row in rows if isinstance(row.get(column), list) and row[column]), None)
+    if not isinstance(turn, dict):
+        return kind == "messages"
+    own = (ROLE_KEYS[0], CONTENT_KEYS[0]) if kind == "messages" else (ROLE_KEYS[1], CONTENT_KEYS[1])
+    return own[0] in turn or (kind == "messages" and ROLE_KEYS[1] not in turn)
+
+
+def _choose_columns(kind: str, columns: set[str], named: Mapping[str, str], where: str) -> tuple[tuple[str, str], ...]:
+    chosen = []
+    for role, names in KINDS[kind].columns.items():
+        there = [name for name in names if name in columns and name not in named.values()]
+        if role in named:
+            chosen.append((role, named[role]))
+        elif len(there) > 1:
+            raise DataError(
+                f"two columns could be the {role}",
+                field=f"{where}.columns",
+                got=", ".join(there),
+                remedy=f"Name one: `columns: {{{role}: {there[0]}}}`",
+            )
+        elif there or role in KINDS[kind].required:
+            chosen.append((role, there[0] if there else names[0]))
+    return tuple(chosen)
+
+
+class _Given(dict[str, Any]):
+    """What a row holds by what it stands for; `names` are its columns."""
+
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.names = names
+
+    def string(self, role: str, *, optional: bool = False) -> str:
+        """The text of a column; what is optional may be absent or empty."""
+        value, name = self.get(role), self.names.get(role, role)
+        if value is None and optional:
+            return ""
+        if not isinstance(value, str):
+            raise Unusable(f"{name!r} is not a string but {type(value).__name__}")
+        if not optional and (not value or value.isspace()):
+            raise Unusable(f"{name!r} is empty")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise Unusable(f"{name!r} holds half a surrogate pair") from error
+        return value
+
+    def integers(self, role: str) -> list[int]:
+        """The integers of a column."""
+        value = self[role]
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise Unusable(f"{self.names[role]!r} is not a list of integers")
+        return value
+
+
+def _read_text(row: _Given) -> tuple[str, Any]:
+    return "text", row.string("text")
+
+
+def _read_chat(row: _Given) -> tuple[str, Any]:
+    return "chat", read_conversation(row["messages"], row.get("tools"), row.get("system"))
+
+
+def _read_alpaca(row: _Given) -> tuple[str, Any]:
+    instruction, output = row.string("instruction"), row.string("output")
+    given, system = row.string("input", optional=True), row.string("system", optional=True)
+    asked = f"{instruction}\n{given}" if given.strip() else instruction
+    if row.get("history"):
+        turns = []
+        for exchange in row["history"]:
+            if not isinstance(exchange, list) or len(exchange) != 2:
+                raise Unusable("'history' is not a list of pairs")
+            turns += [{"role": "user", "content": exchange[0]}, {"role": "assistant", "content": exchange[1]}]
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+        return "chat", read_conversation(turns, None, system)
+    head = f"{system}\n\n" if system.strip() else ALPACA_PROMPT.format(ALPACA_INPUT if given.strip() else "")
+    body = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{given}\n\n" if given.strip() else "")
+    return "pair", _pair(asked, output, system, plain=f"{head}{body}### Response:\n")
+
+
+def _read_prompt_response(row: _Given) -> tuple[str, Any]:
+    prompt, response, system = row.string("prompt"), row.string("response"), row.string("system", optional=True)
+    return "pair", _pair(prompt, response, system, plain=(f"{system}\n" if system.strip() else "") + f"{prompt}\n")
+
+
+def _pair(prompt: str, response: str, system: str, *, plain: str) -> dict[str, str]:
+    """`plain` is all that stands before the response where there is no chat template."""
+    found = {"prompt": prompt, "response": response, "plain": plain}
+    return found | ({"system": system} if system.strip() else {})
+
+
+def _read_completion(row: _Given) -> tuple[str, Any]:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):  # both conversations, as TRL has them
+        asked = [{**turn, "loss_weight": 0} if isinstance(turn, dict) else turn for turn in prompt]
+        return "chat", read_conversation([*asked, *completion], row.get("tools"))
+    return "completion", {"prompt": row.string("prompt"), "completion": row.string("completion")}
+
+
+def _read_tokens(row: _Given) -> tuple[str, Any]:
+    ids = row.integers("input_ids")
+    if not ids:
+        raise Unusable("the list of ids is empty")
+    if min(ids) < 0 or max(ids) >= 2**32:
+        raise Unusable("a number among the ids is no id")
+    supervised = [1] * len(ids)
+    if "labels" in row:
+        labels = row.integers("labels")
+        if len(labels) != len(ids):
+            raise Unusable(f"{len(ids)} ids and {len(labels)} labels")
+        if any(label not in (IGNORED_LABEL, token) for label, token in zip(labels, ids, strict=True)):
+            raise Unusable("a label is neither the id at its place nor -100; labels are not shifted")
+        supervised = [int(label != IGNORED_LABEL) for label in labels]
+    if "mask" in row:
+        mask = row.integers("mask")
+        if len(mask) != len(ids) or not set(mask) <= {0, 1}:
+            raise Unusable("the mask is not a 0 or 1 for each id")
+        supervised = [a & b for a, b in zip(supervised, mask, strict=True)]
+    return "tokens", {"ids": ids, "supervised": supervised}
+
+
+def plain_texts(canonical: str, content: str) -> list[str]:
+    """The texts of a record that is no plain text, for a tokenizer to be trained on.
+
+    Raises:
+        DataError: it is ids.
+    """
+    record = json.loads(content)
+    if canonical == "chat":
+        return [turn["content"] for turn in record["messages"] if turn["content"]]
+    if canonical == "pair":
+        return [record["plain"], record["response"]]
+    if canonical == "completion":
+        return [record["prompt"], record["completion"]]
+    raise DataError(
+        "a tokenizer cannot be trained on token ids",
+        field="tokenizer.kind",
+        allowed="huggingface",
+        remedy="Name the tokenizer that the ids were made with",
+    )
+
+
+_READERS = {
+    "tokens": _read_tokens,
+    "messages": _read_chat,
+    "sharegpt": _read_chat,
+    "alpaca": _read_alpaca,
+    "prompt_completion": _read_completion,
+    "prompt_response": _read_prompt_response,
+    "text": _read_text,
+}
+
+__all__ = ["KINDS", "RecordKind", "Records", "Unsupported", "Unusable", "plain_texts", "recognise", "text_records"]

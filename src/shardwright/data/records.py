@@ -1,0 +1,269 @@
+"""Rows of files that hold records: JSON lines, JSON arrays, Parquet, and the Arrow files of Hugging Face `datasets`.
+
+A row is a JSON-like object, or says why it is none, with its line (in Parquet and Arrow: its row, from 1). Files are streamed:
+of JSON a row at a time, of Parquet and Arrow a batch of rows of the columns that are asked for.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from shardwright.errors import DataError
+
+MAX_RECORD_BYTES = 64 * 1024**2
+"""A longer line of JSON, or element of a JSON array, is set aside: one record must not take a machine's memory."""
+_BLOCK_CHARACTERS = 1 << 18
+_ROWS_AT_A_TIME = 256
+
+
+class Row(NamedTuple):
+    """`value` is an object, or None where `reason` says why there is none."""
+
+    line: int
+    value: dict[str, Any] | None
+    reason: str = ""
+
+
+def read_rows(path: Path, form: str, compression: str | None, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Every row of a file of records, in order.
+
+    Args:
+        form: jsonl, json, parquet or arrow.
+        columns: of a Parquet or Arrow file, which are read; those that it lacks are passed over. None reads all.
+
+    Raises:
+        DataError: a column that is there twice.
+        OSError, EOFError, ValueError: a file that is damaged as a whole.
+    """
+    if form == "jsonl":
+        return _read_json_lines(path, compression)
+    if form == "json":
+        return _read_json(path, compression)
+    return _read_columns(path, form, columns)
+
+
+def column_types(path: Path, form: str) -> dict[str, Any]:
+    """The columns of a Parquet or Arrow file with their Arrow types."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if form == "parquet":
+        schema = pyarrow.parquet.read_schema(path)
+    else:
+        with pyarrow.memory_map(str(path)) as mapped:
+            schema = _open_arrow(mapped)[0]
+    return dict(zip(schema.names, schema.types, strict=True))
+
+
+def holds_strings(kind: Any) -> bool:
+    """Whether an Arrow type is text, also by a dictionary."""
+    from pyarrow import types
+
+    value_kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(value_kind) or types.is_large_string(value_kind))
+
+
+def open_stream(path: Path, compression: str | None) -> IO[bytes]:
+    """The bytes of a file, decompressed."""
+    if compression == "gzip":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if compression == "zstd":
+        import pyarrow
+
+        return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+    return open(path, "rb")
+
+
+def _read_json_lines(path: Path, compression: str | None) -> Iterator[Row]:
+    with open_stream(path, compression) as stream:
+        number = 0
+        while line := stream.readline(MAX_RECORD_BYTES):
+            number += 1
+            if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
+                while (rest := stream.readline(MAX_RECORD_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield Row(number, None, f"longer than {MAX_RECORD_BYTES // 1024**2} MiB")
+                continue
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line and not line.isspace():
+                yield _parse(line, number)
+
+
+def _parse(line: bytes, number: int) -> Row:
+    try:
+        return _as_row(json.loads(line.decode("utf-8"), object_pairs_hook=_object), number)
+    except UnicodeDecodeError as error:
+        return Row(number, None, f"not UTF-8: {error.reason} at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return Row(number, None, f"not JSON: {error.msg} at column {error.colno}")
+    except _RepeatedKey as error:
+        return Row(number, None, f"the field {error.key!r} is there twice")
+    except (ValueError, RecursionError) as error:
+        return Row(number, None, f"not JSON: {error}")
+
+
+class _RepeatedKey(Exception):
+    """A key that an object has twice: Python's parser would keep the last and say nothing."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
+def _as_row(value: Any, number: int) -> Row:
+    if isinstance(value, dict):
+        return Row(number, value)
+    return Row(number, None, f"not an object but {type(value).__name__}")
+
+
+def _read_json(path: Path, compression: str | None) -> Iterator[Row]:
+    """A .json file: an array of objects, or in truth JSON lines, told apart by the first character."""
+    with open_stream(path, compression) as stream:
+        reader = codecs.getreader("utf-8-sig")(stream)
+        text = reader.read(_BLOCK_CHARACTERS)
+        while text.isspace():
+            text = reader.read(_BLOCK_CHARACTERS)
+        if not text:
+            return
+        if text.lstrip().startswith("["):
+            yield from _read_array(path, reader, text)
+            return
+    yield from _read_json_lines(path, compression)
+
+
+def _read_array(path: Path, reader: Any, text: str) -> Iterator[Row]:
+    """The elements of an array, one at a time; `text` is what was read of the file so far."""
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    window = _Window(reader, text)
+    window.skip()
+    window.take(1)  # the bracket
+    while True:
+        following = window.skip()
+        if following == "]":
+            return
+        if following == ",":
+            window.take(1)
+            continue
+        line = window.line
+        if not following:
+            yield Row(line, None, "the file ends within the array: it is cut short")
+            return
+        while True:
+            try:
+                value, end = decoder.raw_decode(window.text, window.at)
+                if end == len(window.text) and not isinstance(value, dict) and window.grow():
+                    continue  # a number may go on
+                break
+            except _RepeatedKey as error:
+                raise DataError(f"a record has the field {error.key!r} twice", field=f"{path}:{line}") from error
+            except (json.JSONDecodeError, RecursionError) as error:
+                if len(window.text) - window.at > MAX_RECORD_BYTES or isinstance(error, RecursionError):
+                    raise DataError(f"a record cannot be read: {error}", field=f"{path}:{line}") from error
+                if window.grow():
+                    continue
+                if getattr(error, "pos", 0) < len(window.text.rstrip()) and "Unterminated" not in str(error):
+                    raise DataError(f"not JSON: {error}; nothing behind it can be read", field=f"{path}:{line}") from error
+                yield Row(line, None, "the file ends within a record: it is cut short")
+                return
+        yield _as_row(value, line)
+        window.take(end - window.at)
+
+
+class _Window:
+    """The part of a text that is being read, and the line where it stands."""
+
+    def __init__(self, reader: Any, text: str) -> None:
+        self._reader = reader
+        self.text, self.at, self.line = text, 0, 1
+
+    def take(self, count: int) -> None:
+        self.line += self.text.count("\n", self.at, self.at + count)
+        self.at += count
+        if self.at > _BLOCK_CHARACTERS:
+            self.text, self.at = self.text[self.at :], 0
+
+    def grow(self) -> bool:
+        """Read more: as much again as is held, so that a long record is parsed a few times only."""
+        more = self._reader.read(max(_BLOCK_CHARACTERS, len(self.text) - self.at))
+        self.text += more
+        return bool(more)
+
+    def skip(self) -> str:
+        """Pass over white space; the character that follows, or nothing at the end."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at].isspace():
+                self.take(1)
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.grow():
+                return ""
+
+
+def _read_columns(path: Path, form: str, columns: Sequence[str] | None) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if form == "parquet":
+        with pyarrow.parquet.ParquetFile(path) as parquet:
+            chosen = _choose(path, parquet.schema_arrow.names, columns)
+            yield from _rows_of(parquet.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=chosen))
+        return
+    with pyarrow.memory_map(str(path)) as mapped:
+        schema, batches = _open_arrow(mapped)
+        chosen = _choose(path, schema.names, columns)
+        small = (batch.slice(at, _ROWS_AT_A_TIME) for batch in batches for at in range(0, batch.num_rows, _ROWS_AT_A_TIME))
+        yield from _rows_of(batch.select(chosen) for batch in small)
+
+
+def _open_arrow(mapped: Any) -> tuple[Any, Iterator[Any]]:
+    """Schema and batches of either form of Arrow file: the stream that `datasets` writes, or the file."""
+    import pyarrow
+
+    try:
+        reader = pyarrow.ipc.open_stream(mapped)
+    except pyarrow.ArrowInvalid:
+        mapped.seek(0)
+        file = pyarrow.ipc.open_file(mapped)
+        return file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
+    return reader.schema, iter(reader)
+
+
+def _choose(path: Path, names: list[str], columns: Sequence[str] | None) -> list[str]:
+    wanted = [name for name in dict.fromkeys(names) if columns is None or name in columns]
+    for name in wanted:
+        if names.count(name) > 1:
+            raise DataError("a column is there twice", field=str(path), got=name, remedy="Name the columns apart")
+    return wanted
+
+
+def _rows_of(batches: Iterator[Any]) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        try:
+            values = batch.to_pylist()
+        except UnicodeDecodeError:
+            values = [_row_alone(batch, index) for index in range(batch.num_rows)]
+        for value in values:
+            number += 1
+            yield Row(number, None, value) if isinstance(value, str) else Row(number, value)
+
+
+def _row_alone(batch: Any, index: int) -> dict[str, Any] | str:
+    try:
+        return cast(dict[str, Any], batch.slice(index, 1).to_pylist()[0])
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: {error.reason}"

@@ -1,0 +1,100 @@
+"""What the sources hold and what became of it, as values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwright.data.corpus import Records
+from shardwright.data.dataset import TokenDataset, WindowDataset
+from shardwright.data.mix import MixedDataset
+from shardwright.data.pack import PackedDataset
+from shardwright.data.store import TokenCounts, TokenStore
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """One training source: what its records were found to be, and its share of the samples.
+
+    `columns` are pairs of what is held and the column that holds it. `share` of an epoch's samples where sources have weights.
+    """
+
+    path: str
+    num_files: int
+    records: str
+    columns: tuple[tuple[str, str], ...]
+    num_documents: int
+    weight: float | None
+    share: float | None
+
+
+@dataclass(frozen=True)
+class SideReport:
+    """One side of the split, as the model sees it in one pass. `length_histogram`: documents of up to so many tokens.
+
+    Documents longer than a sample: `num_cut` lie in several rows, `num_dropped` in none. `num_unsupervised_pieces` of what was
+    cut hold nothing to learn and are left out.
+    """
+
+    counts: TokenCounts
+    num_samples: int
+    num_supervised: int
+    padding_fraction: float
+    length_histogram: tuple[tuple[int, int], ...]
+    num_cut: int = 0
+    num_dropped: int = 0
+    num_unsupervised_pieces: int = 0
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What the sources hold and what became of it."""
+
+    num_files: int
+    records: Records
+    num_duplicates_dropped: int
+    tokenizer_kind: str
+    vocab_size: int
+    packing: str
+    supervise: str | None
+    template: str | None
+    sources: tuple[SourceReport, ...]
+    train: SideReport
+    validation: SideReport | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return asdict(self) | {"records": self.records._asdict() | {"broken": [item._asdict() for item in self.records.broken]}}
+
+
+def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
+    """What was counted of one side."""
+    lengths = np.diff(store.documents.astype(np.int64))
+    # Bins (0, 1], (1, 2], (2, 4], ... up to the longest document.
+    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    histogram = tuple((2**number, int(count)) for number, count in enumerate(np.bincount(bins)))
+    parts = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+    packed = [part for part in parts if isinstance(part, PackedDataset)]
+    return SideReport(
+        counts=store.counts,
+        num_samples=len(dataset),
+        num_supervised=dataset.num_supervised,
+        padding_fraction=_padding_fraction(dataset),
+        length_histogram=histogram,
+        num_cut=sum(part.packing.num_cut for part in packed),
+        num_dropped=sum(part.packing.num_dropped for part in packed),
+        num_unsupervised_pieces=sum(part.packing.num_unsupervised for part in packed),
+    )
+
+
+def _padding_fraction(dataset: TokenDataset) -> float:
+    """Share of positions that hold no document, in one epoch. The last window of a validation stream is not counted."""
+    if isinstance(dataset, PackedDataset):
+        return dataset.padding_fraction
+    if isinstance(dataset, MixedDataset):
+        padded = sum(n * _padding_fraction(part) for n, part in zip(dataset.counts, dataset.parts, strict=True))
+        return padded / max(1, len(dataset))
+    assert isinstance(dataset, WindowDataset)
+    return 0.0

@@ -1,0 +1,175 @@
+"""From a record to ids, and which of them are learnt.
+
+Exact by construction: the ids of what stands before a supervised stretch are the first ids of the whole, just as a model meets
+them when it is prompted. Where a token lies across the border, the record is set aside rather than supervised about right.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.chat import ChatTemplate, Span
+from shardwright.data.conversation import Unusable
+from shardwright.data.tokenizer import IdArray, Tokenizer
+from shardwright.errors import TokenizerError
+
+Supervise = Literal["assistant", "last", "all"]
+_SHOWN_CHARACTERS = 80
+
+
+class Encoded(NamedTuple):
+    """A document as ids with a 1 for each that is learnt; `num_characters` of the text that they stand for."""
+
+    ids: IdArray
+    supervised: npt.NDArray[np.uint8]
+    num_characters: int
+
+
+class Encoder:
+    """Encodes records of every canonical form but plain text.
+
+    Args:
+        template: for conversations; None joins a pair line by line and refuses conversations.
+        supervise: the assistant's turns, its last turn, or everything.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, supervise: Supervise) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._supervise = supervise
+        self._control_tokens = sorted(tokenizer.control_tokens, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, self._control_tokens)) or "(?!)")
+
+    def encode(self, canonical: str, content: str) -> Encoded:
+        """A record of `formats` as ids.
+
+        Raises:
+            Unusable: why the record is set aside.
+            TokenizerError: what is wrong with template or tokenizer, whatever the record.
+        """
+        record = json.loads(content)
+        if canonical == "tokens":
+            found = Encoded(np.array(record["ids"], dtype=np.uint32), np.array(record["supervised"], dtype=np.uint8), 0)
+        elif canonical == "completion":
+            found = self._encode_joined(record["prompt"], record["completion"])
+        elif canonical == "pair" and self._template is None:
+            found = self._encode_joined(record["plain"], record["response"])
+        else:
+            found = self._encode_chat(_as_messages(record), record.get("tools"))
+        if not found.supervised[1:].any():
+            raise Unusable("nothing in it is supervised")
+        return found
+
+    def _encode_joined(self, prompt: str, response: str) -> Encoded:
+        """A prompt, a response and the end-of-text token."""
+        tokenizer = self._tokenizer
+        if not tokenizer.suffix_ids:
+            raise TokenizerError(
+                "the tokenizer has no end-of-text token: a model could not learn where a response ends",
+                field="tokenizer",
+                got=tokenizer.kind,
+                remedy="Use a tokenizer with an eos_token; `kind: bpe` trains one",
+            )
+        if not prompt:
+            before, whole = np.zeros(0, dtype=np.uint32), tokenizer.encode_pieces([response])[0]
+        else:
+            before, after, whole = tokenizer.encode_pieces([prompt, response, prompt + response])
+            if not np.array_equal(whole[: len(before)], before):  # a token would lie across the border
+                whole = np.concatenate([before, after])
+        ids = [np.array(tokenizer.prefix_ids, dtype=np.uint32), whole, np.array(tokenizer.suffix_ids, dtype=np.uint32)]
+        supervised = np.ones(sum(map(len, ids)), dtype=np.uint8)
+        if self._supervise != "all":
+            supervised[: len(tokenizer.prefix_ids) + len(before)] = 0
+        return Encoded(np.concatenate(ids), supervised, len(prompt) + len(response))
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Encoded:
+        if self._template is None:
+            raise TokenizerError(
+                "conversations need a chat template, and the tokenizer has none",
+                field="data.chat_template",
+                remedy="Name a file with a Jinja template there, or use the tokenizer of a chat model",
+            )
+        self._refuse_control_tokens(messages)
+        wanted = self._wanted_turns(messages)
+        if not wanted:
+            raise Unusable("nothing in it is supervised: every turn that would be has a loss weight of 0")
+        text, spans = self._template.locate(messages, tools, wanted)
+        spans = [self._with_end(text, span) for span in spans]
+        _check_reasoning(messages, wanted, text, spans)
+        whole_turns = self._supervise == "all" and not any("loss_weight" in turn for turn in messages)
+        if whole_turns:
+            ids = self._tokenizer.encode_rendered([text])[0]
+            return Encoded(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.uint8), len(text))
+        return self._encode_spans(text, spans)
+
+    def _wanted_turns(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Indices of the turns that are learnt. Under `all` without weights it is the last turn, of which only the end is asked."""
+        assistants = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+        if self._supervise == "last":
+            chosen = assistants[-1:]
+        elif self._supervise == "all":
+            weighted = any("loss_weight" in turn for turn in messages)
+            chosen = list(range(len(messages))) if weighted else assistants[-1:]
+        else:
+            chosen = [index for index, turn in enumerate(messages) if index in assistants or turn.get("loss_weight") == 1]
+        return [index for index in chosen if messages[index].get("loss_weight") != 0]
+
+    def _with_end(self, text: str, span: Span) -> Span:
+        """The span with its end-of-turn token and without the white space that the template puts behind that."""
+        own = text[span.start : span.end].rstrip()
+        if any(own.endswith(token) for token in self._control_tokens):
+            return Span(span.start, span.start + len(own))
+        # A marker may end before the token. What ends the whole conversation ends a turn: nothing else follows there.
+        everything = text.rstrip()
+        ends = next((token for token in self._control_tokens if everything.endswith(token)), None)
+        if ends is not None and text.startswith(ends, span.end):
+            return Span(span.start, span.end + len(ends))
+        raise TokenizerError(
+            "no end-of-turn token follows a turn: a model could not learn where to stop",
+            field="data.chat_template",
+            got=f"a turn that ends {text[max(span.start, span.end - _SHOWN_CHARACTERS) : span.end]!r}",
+            allowed=f"a special token of the tokenizer: {', '.join(self._control_tokens[:8]) or 'it has none'}",
+            remedy="Let the template end turns with eos_token, or use the tokenizer that belongs to it",
+        )
+
+    def _encode_spans(self, text: str, spans: Sequence[Span]) -> Encoded:
+        borders = sorted({place for span in spans for place in span} - {0})
+        ids, *before = self._tokenizer.encode_rendered([text, *(text[:border] for border in borders)])
+        for border, part in zip(borders, before, strict=True):
+            if ids[: len(part)] != part:
+                shown = f"{text[max(0, border - 20) : border]!r} and {text[border : border + 20]!r}"
+                raise Unusable(f"a token lies across the border of a turn, between {shown}")
+        count = {0: 0} | {border: len(part) for border, part in zip(borders, before, strict=True)}
+        supervised = np.zeros(len(ids), dtype=np.uint8)
+        for span in spans:
+            supervised[count[span.start] : count[span.end]] = 1
+        return Encoded(np.array(ids, dtype=np.uint32), supervised, len(text))
+
+    def _refuse_control_tokens(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Text that spells a control token would become one: a turn could end another, or speak as the system."""
+        for number, turn in enumerate(messages, start=1):
+            for text in (turn["content"], turn.get("reasoning_content", ""), json.dumps(turn.get("tool_calls", ""))):
+                if found := self._spelled.search(text):
+                    raise Unusable(f"turn {number} spells the control token {found.group()!r}")
+
+
+def _as_messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if "messages" in record:
+        return list(record["messages"])
+    system = [{"role": "system", "content": record["system"]}] if "system" in record else []
+    pair = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["response"]}]
+    return [*system, *pair]
+
+
+def _check_reasoning(messages: Sequence[Mapping[str, Any]], wanted: Sequence[int], text: str, spans: Sequence[Span]) -> None:
+    """Reasoning that a supervised turn has and the template drops would be lost in silence."""
+    for index, span in zip(wanted, spans, strict=True):
+        reasoning = messages[index].get("reasoning_content", "")
+        if reasoning and "".join(reasoning.split()) not in "".join(text[span.start : span.end].split()):
+            raise Unusable(f"the chat template leaves out the reasoning of turn {index + 1}")

@@ -1,0 +1,90 @@
+"""Records encoded in order by several processes: Jinja holds Python's lock, so threads would take turns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+
+from shardwright.data.conversation import Unusable
+from shardwright.data.sources import Piece
+from shardwright.data.supervision import Encoded, Encoder
+from shardwright.errors import DataError
+
+RECORDS_AT_A_TIME = 64
+RECORDS_BEFORE_PROCESSES = 4096
+"""So many are encoded here before others are started: that takes seconds, and most sets of conversations are done by then."""
+MAX_WORKERS = 16
+
+Outcome = tuple[Piece, Encoded | str]
+"""A record and its ids, or why it is set aside."""
+
+_encoder: Encoder | None = None
+
+
+def encode_in_order(encoder: Encoder, pieces: Iterable[Piece], num_workers: int | None) -> Iterator[Outcome]:
+    """Every piece with its outcome, in order, whatever the number of processes; a few hundred records are held at a time.
+
+    Args:
+        num_workers: processes; None is one per core.
+
+    Raises:
+        TokenizerError: see `Encoder`.
+        DataError: a process died.
+    """
+    pieces = iter(pieces)
+    num_workers = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
+    if num_workers == 1 or multiprocessing.current_process().daemon:  # a daemon may not have children
+        yield from _encode_here(encoder, pieces)
+        return
+    yield from _encode_here(encoder, islice(pieces, RECORDS_BEFORE_PROCESSES))
+    batch = list(islice(pieces, RECORDS_AT_A_TIME))
+    if not batch:
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads mid-flight
+    with ProcessPoolExecutor(num_workers, context, _begin, (encoder,)) as pool:
+        waiting: deque[tuple[list[Piece], Future[list[Encoded | str]]]] = deque()
+        try:
+            while batch or waiting:
+                while batch and len(waiting) < 4 * num_workers:
+                    waiting.append((batch, pool.submit(_encode_batch, [(piece.canonical, piece.text) for piece in batch])))
+                    batch = list(islice(pieces, RECORDS_AT_A_TIME))
+                done, future = waiting.popleft()
+                yield from zip(done, future.result(), strict=True)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that tokenises died",
+                field="data.num_workers",
+                got=num_workers,
+                remedy="It may have been killed for memory: set fewer",
+            ) from error
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _encode_here(encoder: Encoder, pieces: Iterable[Piece]) -> Iterator[Outcome]:
+    for piece in pieces:
+        yield piece, _encode(encoder, piece.canonical, piece.text)
+
+
+def _begin(encoder: Encoder) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _encoder = encoder
+
+
+def _encode_batch(records: list[tuple[str, str]]) -> list[Encoded | str]:
+    assert _encoder is not None
+    return [_encode(_encoder, canonical, content) for canonical, content in records]
+
+
+def _encode(encoder: Encoder, canonical: str, content: str) -> Encoded | str:
+    try:
+        return encoder.encode(canonical, content)
+    except Unusable as error:
+        return str(error)
