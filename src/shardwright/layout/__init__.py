@@ -4,7 +4,7 @@ from shardwright.layout.axes import BATCH_AXES, DATA_AXES, in_use
 from shardwright.layout.degrees import AXES, EXPERT_AXES, FSDP_AXES, CpMethod, Layout, resolve_layout
 from shardwright.layout.parameters import Bounds, Held, ParameterLayout, Section, Shard, held, local_shape
 from shardwright.layout.ranks import RankGrid
-from shardwright.layout.stages import Stage
+from shardwright.layout.stages import Stage, cut_stages
 
 __all__ = [
     "AXES",
@@ -21,6 +21,7 @@ __all__ = [
     "Section",
     "Shard",
     "Stage",
+    "cut_stages",
     "held",
     "in_use",
     "local_shape",

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.deferral import WeightGradients
+
 
 class Linear(nn.Module):
     """x @ weight (+ bias), the weight lying `[out, in]`, or `[in, out]` with `transposed` (GPT-2's files).
@@ -17,6 +19,9 @@ class Linear(nn.Module):
     gathered them in bf16 already it costs nothing.
     """
 
+    deferral: WeightGradients | None = None
+    """Under a schedule that splits the backward: where the weight's gradient may wait."""
+
     def __init__(self, num_in: int, num_out: int, *, bias: bool, transposed: bool = False) -> None:
         super().__init__()
         self.transposed = transposed
@@ -24,6 +29,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.deferral is not None and torch.is_grad_enabled():
+            return self.deferral.linear(x, self.weight, bias, transposed=self.transposed)
+        weight = self.weight.to(x.dtype)
         return F.linear(x, weight.t() if self.transposed else weight, bias)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwright.errors import ScheduleError, nearest
-from shardwright.schedule.actions import Action, Schedule
+from shardwright.schedule.actions import Action, Schedule, folded, looped
 from shardwright.schedule.check import check
 from shardwright.schedule.folded import build_dualpipev, build_zbv
 from shardwright.schedule.interleaved import build_interleaved_1f1b
@@ -75,6 +75,24 @@ def stages_per_rank(name: str, virtual_stages: int | None = None) -> int:
     return fixed
 
 
+def rank_of_stage(name: str, num_ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
+    """The rank that holds each stage, under a named schedule or a file's.
+
+    >>> rank_of_stage("interleaved_1f1b", 2, 2), rank_of_stage("zbv", 2)
+    ((0, 1, 0, 1), (0, 1, 1, 0))
+
+    Raises:
+        ScheduleError: an unknown name, or a file for another number of ranks.
+    """
+    if name not in FAMILIES:
+        schedule = read_file(name)
+        _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
+        return schedule.rank_of_stage
+    if FAMILIES[name].placement == "folded":
+        return folded(num_ranks)
+    return looped(num_ranks, num_ranks * stages_per_rank(name, virtual_stages))
+
+
 @lru_cache(maxsize=256)
 def build_schedule(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None) -> Schedule:
     """A named schedule for p ranks and m micro-batches.
@@ -122,13 +140,15 @@ def load_schedule(name: str, num_ranks: int, num_micro_batches: int, virtual_sta
     if name in FAMILIES:
         return build_schedule(name, num_ranks, num_micro_batches, virtual_stages)
     schedule = read_file(name)
-    for what, field, got, wanted in (
-        ("ranks", "layout.pp", num_ranks, schedule.num_ranks),
-        ("micro-batches", "training.gradient_accumulation_steps", num_micro_batches, schedule.num_micro_batches),
-    ):
-        if got != wanted:
-            raise ScheduleError(f"{name} is written for {wanted} {what}", field=field, got=got, allowed=str(wanted))
+    field = "training.gradient_accumulation_steps"
+    _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
+    _check_fits(name, "micro-batches", field, num_micro_batches, schedule.num_micro_batches)
     return schedule
+
+
+def _check_fits(name: str, what: str, field: str, got: int, wanted: int) -> None:
+    if got != wanted:
+        raise ScheduleError(f"{name} is written for {wanted} {what}", field=field, got=got, allowed=str(wanted))
 
 
 def read_file(name: str) -> Schedule:

@@ -1,0 +1,61 @@
+"""A weight's gradient that waits is the one that does not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.model.deferral import WeightGradients
+from shardwright.model.linear import Linear
+
+
+def build(transposed: bool, bias: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(5, 7, bias=bias, transposed=transposed), nn.SiLU(), Linear(7, 3, bias=bias, transposed=transposed))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deferred_gradients_are_the_gradients(transposed: bool, recompute: bool, dtype: torch.dtype) -> None:
+    plain = build(transposed, bias=True)
+    split, store = copy.deepcopy(plain), WeightGradients()
+    for module in split.modules():
+        if isinstance(module, Linear):
+            module.deferral = store
+    waiting = []
+    for number in range(3):
+        x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        plain(one).square().sum().backward()
+        y = checkpoint(split, other, use_reentrant=False) if recompute else split(other)
+        with store.deferring() as products:
+            y.square().sum().backward()
+        assert len(products) == 2
+        assert torch.equal(one.grad, other.grad)
+        waiting.append(products)
+    assert split[0].weight.grad is None
+    for products in waiting:
+        for product in products:
+            product.add()
+    for (name, wanted), (_, got) in zip(plain.named_parameters(), split.named_parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, msg=name)
+
+
+def test_outside_the_bracket_nothing_waits_and_frozen_weights_get_nothing() -> None:
+    model, store = build(False, bias=False), WeightGradients()
+    model[2].weight.requires_grad_(False)
+    for module in (model[0], model[2]):
+        module.deferral = store
+    model(torch.ones(2, 5)).sum().backward()
+    assert model[0].weight.grad is not None
+    with store.deferring() as products:
+        model(torch.ones(2, 5)).sum().backward()
+    assert [product.weight for product in products] == [model[0].weight]
