@@ -219,7 +219,6 @@ def _check_divides(what: str, number: int, field: str, degree: int) -> None:
 _NOT_BUILT = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",
-    "ep": "expert parallelism",
 }
 
 

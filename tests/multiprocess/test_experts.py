@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from shardwright.architecture import shape_of
 from shardwright.layout import Layout
 from shardwright.verify.cases import DTYPES, Case
-from shardwright.verify.matrix import Report, shape_of, verify
+from shardwright.verify.matrix import Report, verify
 from tests.multiprocess.models import recipe_of
 from tests.multiprocess.pool import RankPool
 
@@ -78,5 +79,23 @@ def failures(report: Report) -> list[Any]:
     ids=str,
 )
 def test_experts_on_every_rank(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+    report = run(ranks, config, layout, case)
+    assert report.passed, failures(report)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "case"),
+    [
+        (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN),
+        (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=2), CAPACITY),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES),
+        (GPT_OSS, Layout(dp_shard=4, ep=2, zero_stage=3), CAPACITY),
+        (GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=1), LOSSES),
+        (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=2), CAPACITY),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), LOSSES),
+    ],
+    ids=str,
+)
+def test_experts_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)

@@ -7,6 +7,7 @@ expert (N x K of them, but for dropped ones).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,6 @@ from shardwright.model.mlp import FeedForward, gate
 from shardwright.model.routing import (
     RouterStatistics,
     Routing,
-    RoutingContext,
     add_to_gradient,
     choose_experts,
     count_tokens,
@@ -114,47 +114,77 @@ class MixtureOfExperts(nn.Module):
         return router.balance_bias
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+        routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
-            shared = lambda: getattr(self, self.names.shared_experts)(x_BTD)  # noqa: E731
-        routing = self.route(x_BTD, context.routing)
-        routed_BTD = self.run_experts(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
-        return routed_BTD if shared is None else routed_BTD + shared()
+            shared = partial(getattr(self, self.names.shared_experts), x_BTD)
+        routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
+        routed_BTD = routed_ND.view_as(x_BTD)
+        return routed_BTD if shared_BTD is None else routed_BTD + shared_BTD
 
-    def run_experts(self, x_ND: Tensor, routing: Routing) -> Tensor:
-        """The weighed sum of what each token's experts make of it, `[N, D]`."""
+    def run_experts(self, x_ND: Tensor, routing: Routing, meanwhile: Callable[[], Tensor] | None) -> tuple[Tensor, Tensor | None]:
+        """The weighed sum of what each token's experts make of it, `[N, D]`; `meanwhile` runs while tokens travel."""
         num_tokens, copies = routing.experts_NK.shape
         counts_E = count_tokens(routing.experts_NK, self.shape.num_experts)
         slots_M = routing.experts_NK.flatten().argsort(stable=True)
         if routing.has_drops:
             slots_M = slots_M[: int(counts_E.sum())]  # drops sort last
         rows_MD = take_rows(x_ND, slots_M, copies)
-        out_MD = getattr(self, self.names.experts)(rows_MD, counts_E)
+        experts, cut = getattr(self, self.names.experts), self.cuts.expert
+        if cut is None or cut.degree == 1:
+            out_MD = experts(rows_MD, counts_E)
+            done = None if meanwhile is None else meanwhile()
+        else:
+            arrived = cut.dispatch(rows_MD, counts_E, meanwhile)
+            out_MD, done = cut.combine(experts(arrived.rows_RD, arrived.counts_e), arrived), arrived.meanwhile
         out_NKD = put_rows(out_MD, slots_M, num_tokens * copies).unflatten(0, (num_tokens, copies))
-        return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1)
+        return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), done
 
-    def route(self, x_BTD: Tensor, training: RoutingContext | None) -> Routing:
+    def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
         """Choose experts; in training also count, drop beyond capacity, and add the router's losses to the gradient."""
         router: Router = getattr(self, self.names.router)
         logits_NE = router(x_BTD.flatten(0, 1))
         experts_NK, weights_NK, probabilities_NE = choose_experts(self.shape, logits_NE, router.balance_bias)
+        training = context.routing
         if training is None:
             return Routing(experts_NK, weights_NK)
-        rows, rules, num_experts = x_BTD.shape[0], training.rules, self.shape.num_experts
+        rows, rules = x_BTD.shape[0], training.rules
         experts_BTK = experts_NK.unflatten(0, (rows, -1))
-        num_tokens = experts_BTK.shape[1]
-        shares_BE = count_tokens_by_row(experts_BTK, num_experts).to(probabilities_NE.dtype) / num_tokens
-        means_BE = probabilities_NE.unflatten(0, (rows, -1)).mean(1)
-        balance = num_experts * (shares_BE * means_BE).sum()
-        z = logits_NE.logsumexp(-1).square().unflatten(0, (rows, -1)).mean(1).sum()
-        loss = rules.balance_loss_coefficient * balance + rules.z_loss_coefficient * z
+        balance, z = self._losses(experts_BTK, probabilities_NE, logits_NE)
         if rules.balance_loss_coefficient or rules.z_loss_coefficient:
-            weights_NK = add_to_gradient(weights_NK, loss, training.row_weight / training.num_sparse_layers)
-        tokens_E = count_tokens(experts_NK, num_experts)
+            loss = rules.balance_loss_coefficient * balance + rules.z_loss_coefficient * z
+            share = 1.0 if self.cuts.expert is None else self.cuts.expert.loss_share
+            weights_NK = add_to_gradient(weights_NK, loss, training.row_weight * (share / training.num_sparse_layers))
+        tokens_E = count_tokens(experts_NK, self.shape.num_experts)
         dropped = tokens_E.new_zeros(())
         if rules.capacity_factor is not None:
-            kept_NK = within_capacity(experts_BTK, num_experts, rules.capacity_factor).flatten(0, 1)
-            experts_NK, weights_NK = experts_NK.masked_fill(~kept_NK, num_experts), weights_NK.masked_fill(~kept_NK, 0.0)
+            kept_NK = self._within_capacity(experts_BTK, rules.capacity_factor, context.places_T)
+            experts_NK = experts_NK.masked_fill(~kept_NK, self.shape.num_experts)
+            weights_NK = weights_NK.masked_fill(~kept_NK, 0.0)
             dropped = (~kept_NK).sum()
         training.statistics[self.index] = RouterStatistics(tokens_E, dropped, balance.detach(), z.detach())
         return Routing(experts_NK, weights_NK, has_drops=rules.capacity_factor is not None)
+
+    def _losses(self, experts_BTK: Tensor, probabilities_NE: Tensor, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """Balance and z losses, each summed over rows: this rank's part, where several have tokens of a row.
+
+        The shares of experts have no gradient, so of the ranks of a row only their counts are summed; each then takes its own
+        tokens' part of the mean probabilities.
+        """
+        cut, num_experts = self.cuts.expert, self.shape.num_experts
+        rows, num_tokens, _ = experts_BTK.shape
+        counts_BE = count_tokens_by_row(experts_BTK, num_experts)
+        if cut is not None:
+            counts_BE, num_tokens = cut.sum_over_row(counts_BE), num_tokens * cut.row_ranks
+        shares_BE = counts_BE.to(probabilities_NE.dtype) / num_tokens
+        means_BE = probabilities_NE.unflatten(0, (rows, -1)).sum(1) / num_tokens
+        balance = num_experts * (shares_BE * means_BE).sum()
+        z = logits_NE.logsumexp(-1).square().sum() / num_tokens
+        return balance, z
+
+    def _within_capacity(self, experts_BTK: Tensor, capacity_factor: float, places_T: Tensor | None) -> Tensor:
+        """Which choices fit, `[N, K]`; several ranks of a row look at all of it."""
+        if self.cuts.expert is None or places_T is None:
+            return within_capacity(experts_BTK, self.shape.num_experts, capacity_factor).flatten(0, 1)
+        whole_BTK = self.cuts.expert.gather_row(experts_BTK, places_T)
+        return within_capacity(whole_BTK, self.shape.num_experts, capacity_factor)[:, places_T].flatten(0, 1)

@@ -45,6 +45,7 @@ from shardwright.model.decoder import Decoder
 from shardwright.numerics.precision import dtypes
 from shardwright.numerics.recompute import recompute_runner
 from shardwright.parallel.context import context_cut
+from shardwright.parallel.expert import expert_cut
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.reduce import PendingSum, make_sums, pending_sums
 from shardwright.parallel.replicate import replicate
@@ -93,7 +94,12 @@ def apply_layout(
         logger.info("zero_stage %d over one rank shards nothing: the model is replicated", layout.zero_stage)
 
     _cut_parameters(decoder, layouts, layout, here)
-    decoder.install_cuts(Cuts(context=context_cut(decoder.shape, layout, mesh, plan.batch.sequence_length)))
+    decoder.install_cuts(
+        Cuts(
+            context=context_cut(decoder.shape, layout, mesh, plan.batch.sequence_length),
+            expert=expert_cut(decoder.shape, layout, mesh),
+        )
+    )
     decoder.set_recompute(recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()
@@ -106,9 +112,18 @@ def apply_layout(
         _fill(decoder, layouts, layout, here, fill)
     module: nn.Module = decoder
     replicas = None if mesh is None or sharded else mesh.group("dp_replicate", "fsdp")
+    # Experts that lie over ranks are no copies of each other: what replicas they have is not what DDP sums over.
+    apart = frozenset(name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded)
     if replicas is not None:
-        module = replicate(decoder, replicas, bucket_size_bytes=layout.bucket_size_bytes, reduce_dtype=kinds.reduce, device=device)
-    sums = [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replicas is not None)
+        module = replicate(
+            decoder,
+            replicas,
+            bucket_size_bytes=layout.bucket_size_bytes,
+            reduce_dtype=kinds.reduce,
+            device=device,
+            apart=apart,
+        )
+    sums = [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replicas is not None, apart=apart)
     return ParallelModel(module, decoder, layouts, layout, mesh, device, groups, trainable, sums)
 
 

@@ -6,7 +6,7 @@ several of these ranks hold, of tied embeddings on several pipeline stages, and,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,16 +26,19 @@ class PendingSum:
     group: dist.ProcessGroup
 
 
-def pending_sums(layouts: Mapping[str, ParameterLayout], mesh: Mesh, *, wrapped: bool) -> list[PendingSum]:
+def pending_sums(
+    layouts: Mapping[str, ParameterLayout], mesh: Mesh, *, wrapped: bool, apart: Collection[str] = ()
+) -> list[PendingSum]:
     """What is left to sum on this rank. Every rank calls this with the descriptors of the whole model: it makes groups.
 
     Args:
-        wrapped: a wrapper sums over the data axes.
+        wrapped: a wrapper sums over the data axes,
+        apart: but for these parameters.
     """
     sums = []
     for name, layout in layouts.items():
         mine = held(layout, mesh.layout, mesh.coordinates)
-        done = (*DATA_AXES, "fsdp", "efsdp") if wrapped else ()
+        done = (*DATA_AXES, "fsdp", "efsdp") if wrapped and name not in apart else ()
         for axes in _together([axis for axis in layout.sum_axes if axis not in done and axis != "pp"]):
             group = mesh.group(*axes)
             if group is not None and mine:

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves, not with their names.
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicate(
-    module: nn.Module, group: dist.ProcessGroup, *, bucket_size_bytes: int, reduce_dtype: torch.dtype, device: torch.device
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    bucket_size_bytes: int,
+    reduce_dtype: torch.dtype,
+    device: torch.device,
+    apart: Collection[str] = (),
 ) -> DistributedDataParallel:
     """Wrap a module whose weights are already equal on every rank.
 
@@ -20,7 +27,10 @@ def replicate(
 
     Args:
         reduce_dtype: bf16 halves the bytes sent and rounds the sum; anything else sums in the gradients' own dtype.
+        apart: names of parameters that are not summed over `group`.
     """
+    # PyTorch has no public way to leave parameters to somebody else; this one stands in DDP's own tests.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(apart))
     wrapped = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,

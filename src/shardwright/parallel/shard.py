@@ -13,12 +13,17 @@ weights and optimizer states are always 1/n):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+# Named in fully_shard's documentation (`shard_placement_fn`), but not exported from its package.
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+from shardwright.architecture.count import EXPERT_ROLES
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.numerics import Dtypes, chunked_cross_entropy
@@ -27,6 +32,9 @@ from shardwright.parallel.mesh import Mesh
 
 def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes) -> list[FSDPModule]:
     """Shard a decoder in place: one group per `layout.wrap_blocks` blocks, one for the rest. Returns the groups, the root last.
+
+    Under expert parallelism a block's experts are cut over `efsdp`, but gathered and freed with their block: hooks on the experts
+    alone would run inside what is recomputed, another number of times than in the forward pass, which selective recompute refuses.
 
     The root holds the embeddings and the head. The final norm joins the last blocks, because its weight is read in the backward
     pass and the root's are not: an embedding's gradient needs indices only, and the chunked loss makes the head's in the forward
@@ -42,7 +50,13 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes) -> list[
     # What no gradient trains stays as it is, whole and in its own precision.
     trained = {spec.name: spec.trained for spec in decoder.shape.parameters()}
     untrained = {parameter for name, parameter in decoder.named_parameters() if not trained[name]}
-    wrap = partial(fully_shard, mesh=mesh.device_mesh("fsdp"), mp_policy=policy, ignored_params=untrained)
+    wrap = partial(
+        fully_shard,
+        mesh=mesh.device_mesh("fsdp"),
+        mp_policy=policy,
+        ignored_params=untrained,
+        shard_placement_fn=_place_experts(decoder, mesh) if layout.ep > 1 else None,
+    )
     blocks, free = decoder.blocks, layout.zero_stage == 3
     groups: list[FSDPModule] = []
     for first in range(0, len(blocks), layout.wrap_blocks):
@@ -63,6 +77,16 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes) -> list[
     root.set_reshard_after_backward(free)
     _prefetch(groups, root, layout)
     return [*groups, root]
+
+
+def _place_experts(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """Where a parameter is cut, as FSDP2 asks: experts over `efsdp`, all others as their block."""
+    expert = {spec.name for spec in decoder.shape.parameters() if spec.role in EXPERT_ROLES}
+    parameters = {parameter for name, parameter in decoder.named_parameters() if name in expert}
+    efsdp = mesh.device_mesh("efsdp")
+    info = FSDPMeshInfo(efsdp, shard_mesh_dim=0) if efsdp.ndim == 1 else HSDPMeshInfo(efsdp, shard_mesh_dim=1, replicate_mesh_dim=0)
+    cut = ShardPlacementResult(placement=None, mesh_info=info)
+    return lambda parameter: cut if parameter in parameters else None
 
 
 def _is_chunked(loss_function: Any) -> bool:
