@@ -99,3 +99,18 @@ def test_experts_on_every_rank(ranks: RankPool, config: dict[str, Any], layout: 
 def test_experts_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "case"),
+    [
+        (MIXTRAL, Layout(cp=2, cp_method="all_gather"), CAPACITY),
+        (DEEPSEEK, Layout(cp=2, ep=2, cp_method="ring"), LOSSES),
+        (GPT_OSS, Layout(cp=2, ep=2, zero_stage=3, cp_method="ring"), CAPACITY),
+        (MIXTRAL, Layout(dp_replicate=2, cp=2, ep=2, cp_method="all_gather"), CAPACITY),
+    ],
+    ids=str,
+)
+def test_experts_with_rows_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+    report = run(ranks, config, layout, case)
+    assert report.passed, failures(report)
