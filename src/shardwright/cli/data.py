@@ -20,6 +20,7 @@ from shardwright.cli.progress import data_progress
 from shardwright.config import Recipe, load_recipe
 from shardwright.data.dataset import TokenDataset
 from shardwright.data.fit import prepare_for_model
+from shardwright.data.formats import KINDS
 from shardwright.data.order import SampleOrder
 from shardwright.data.prepare import Prepared
 from shardwright.data.preview import Span, count_free_positions, read_spans
@@ -29,6 +30,7 @@ from shardwright.plan import count_steps, resolve, resolve_batch
 
 SCHEMA_VERSION = 1
 NUM_BROKEN_SHOWN = 8
+_SUPERVISED = {"assistant": "the assistant's turns and responses", "last": "the assistant's last turn", "all": "every token"}
 NUM_TOKENS_SHOWN = 400
 _TOKEN_STYLES = ("green", "cyan")
 Side = Literal["train", "validation"]
@@ -114,7 +116,6 @@ def as_json(recipe: Recipe, prepared: Prepared, length: RunLength, shown: list[S
         "schema_version": SCHEMA_VERSION,
         "recipe": recipe.name,
         "sequence_length": recipe.training.sequence_length,
-        "packing": recipe.data.packing,
         "content_hash": prepared.content_hash,
         **prepared.report.as_dict(),
         "run": {
@@ -157,7 +158,8 @@ def _joined(spans: list[Span]) -> Iterator[Span]:
 
 def render(recipe: Recipe, prepared: Prepared, length: RunLength, shown: list[ShownSample]) -> RenderableType:
     """The whole of it for a terminal."""
-    parts: list[RenderableType] = [_sources(recipe, prepared), _sides(recipe, prepared), _run(recipe, length), Text()]
+    parts: list[RenderableType] = [_sources(recipe, prepared), _formats(prepared), Text(), _sides(recipe, prepared)]
+    parts += [_run(recipe, length), Text()]
     if prepared.report.train.counts.num_documents > 1:
         parts.append(_histogram(prepared.report.train, recipe.training.sequence_length))
     if prepared.report.records.num_broken:
@@ -185,15 +187,47 @@ def _sources(recipe: Recipe, prepared: Prepared) -> Text:
         text.append(f" · {records.num_broken:,} broken ({records.broken_fraction:.2%})", style="yellow")
     asked = recipe.tokenizer.vocab_size
     fewer = f" ({asked:,} asked for, but no further pair occurs twice)" if asked and report.vocab_size < asked else ""
-    text.append(f"\ntokenizer {report.tokenizer_kind}, {report.vocab_size:,} ids{fewer} · {_packing(recipe)}\n")
+    text.append(f"\ntokenizer {report.tokenizer_kind}, {report.vocab_size:,} ids{fewer} · {_packing(recipe, report.packing)}")
+    if report.supervise is not None:
+        template = f" · chat template: {report.template}" if report.template else " · no chat template"
+        text.append(f"\nsupervised: {_SUPERVISED[report.supervise]}{template}")
+    text.append("\n")
     return text
 
 
-def _packing(recipe: Recipe) -> str:
+def _packing(recipe: Recipe, packing: str) -> str:
     length = recipe.training.sequence_length
-    if recipe.data.packing == "windows":
-        return f"windows of {length:,} tokens, cut anew in every epoch"
-    return f"documents packed into rows of {length:,} tokens, none seeing another"
+    return {
+        "windows": f"windows of {length:,} tokens, cut anew in every epoch",
+        "documents": f"documents packed into rows of {length:,} tokens, none seeing another",
+        "none": f"a row of {length:,} tokens for each document, not packed",
+    }[packing]
+
+
+def _formats(prepared: Prepared) -> Table:
+    """What each source was found to hold, and in which columns."""
+    sources = prepared.report.sources
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column("source", overflow="fold")
+    table.add_column("holds")
+    table.add_column("documents", justify="right")
+    if any(source.weight is not None for source in sources):
+        table.add_column("weight", justify="right")
+        table.add_column("of an epoch", justify="right")
+    for source in sources:
+        holds = ", ".join(KINDS[kind].summary for kind in source.records.split(", ") if kind)
+        named = [name if name == role else f"{role}: {name}" for role, name in source.columns]
+        columns = ", ".join(named) if len(named) > 1 or ": " in "".join(named) else ""
+        columns = f" ({columns})" if columns else ""
+        cells: list[RenderableType] = [
+            Text(source.path),
+            Text.assemble(holds, (columns, "dim")),
+            f"{source.num_documents:,}",
+        ]
+        if source.weight is not None and source.share is not None:
+            cells += [f"{source.weight:g}", f"{source.share:.1%}"]
+        table.add_row(*cells)
+    return table
 
 
 def _plural(count: int, noun: str) -> str:
@@ -220,8 +254,15 @@ def _sides(recipe: Recipe, prepared: Prepared) -> Table:
     row("characters per token", *(f"{side.counts.num_characters / max(1, side.counts.num_tokens):.2f}" for side in found))
     row("samples", *(f"{side.num_samples:,}" for side in found))
     row("supervised", *(f"{side.num_supervised / (side.num_samples * length):.2%}" for side in found))
-    if recipe.data.packing == "documents":
+    if prepared.report.packing != "windows":
         row("padding", *(f"{side.padding_fraction:.2%}" for side in found))
+    for label, counts in (
+        ("longer than a sample: cut", [side.num_cut for side in found]),
+        ("longer than a sample: left out", [side.num_dropped for side in found]),
+        ("pieces with nothing to learn", [side.num_unsupervised_pieces for side in found]),
+    ):
+        if any(counts):
+            row(label, *(f"[yellow]{count:,}[/]" if count else "0" for count in counts))
     if any(side.counts.num_unknown for side in found):
         row("unknown tokens", *(f"[yellow]{side.counts.num_unknown:,}[/]" for side in found))
     return table

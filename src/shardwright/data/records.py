@@ -135,10 +135,11 @@ def _read_json(path: Path, compression: str | None) -> Iterator[Row]:
     with open_stream(path, compression) as stream:
         reader = codecs.getreader("utf-8-sig")(stream)
         text = reader.read(_BLOCK_CHARACTERS)
-        while text.isspace():
-            text = reader.read(_BLOCK_CHARACTERS)
-        if not text:
-            return
+        while not text.strip():
+            more = reader.read(_BLOCK_CHARACTERS)
+            if not more:
+                return
+            text += more
         if text.lstrip().startswith("["):
             yield from _read_array(path, reader, text)
             return

@@ -1,0 +1,140 @@
+"""Files of records: JSON arrays streamed, Arrow folders, and what is cut short or there twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from shardwright.config.schema import Source
+from shardwright.data import records
+from shardwright.data.records import Row, read_rows
+from shardwright.data.sources import Broken, Piece, identify, list_files, read_files
+from shardwright.errors import DataError
+
+ROWS: list[dict[str, Any]] = [{"a": "x" * 50, "b": [1, 2.5]}, {"a": "é\n}{"}, {"c": {"d": None}}, {"e": 1}]
+
+
+def rows_of(path: Path, form: str) -> list[Row]:
+    return list(read_rows(path, form, None))
+
+
+def write_arrow(folder: Path, tables: list[pyarrow.Table]) -> str:
+    """What `datasets.save_to_disk` leaves: stream files named by state.json, beside a description."""
+    folder.mkdir(parents=True)
+    names = []
+    for number, table in enumerate(tables):
+        names.append(f"data-{number:05}-of-{len(tables):05}.arrow")
+        with pyarrow.OSFile(str(folder / names[-1]), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (folder / "dataset_info.json").write_text("{}")
+    return str(folder)
+
+
+def read(source: Source) -> list[Piece | Broken]:
+    return list(read_files(identify(list_files([source], "data.sources"), [source], "data.sources")))
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("block", [1, 7, 1 << 18])
+def test_an_array_is_streamed_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, block: int) -> None:
+    monkeypatch.setattr(records, "_BLOCK_CHARACTERS", block)
+    (tmp_path / "a.json").write_text("\n\n" + json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
+    found = rows_of(tmp_path / "a.json", "json")
+    assert [row.value for row in found] == ROWS
+    if indent is None:
+        assert {row.line for row in found} == {3}
+    else:
+        text = (tmp_path / "a.json").read_text(encoding="utf-8").split("\n")
+        assert all(text[row.line - 1].strip().startswith("{") for row in found)
+
+
+def test_json_lines_under_the_name_of_json(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert [row.value for row in rows_of(tmp_path / "a.json", "json")] == ROWS
+
+
+@pytest.mark.parametrize("keep", [2, 20, 75, 95])
+def test_an_array_that_is_cut_short_is_told_at_its_line(tmp_path: Path, keep: int) -> None:
+    text = json.dumps(ROWS)
+    (tmp_path / "a.json").write_text(text[:keep])
+    *good, last = rows_of(tmp_path / "a.json", "json")
+    assert [row.value for row in good] == ROWS[: len(good)]
+    assert last.value is None
+    assert "cut short" in last.reason
+
+
+@pytest.mark.parametrize(("text", "word"), [('[{"a": 1}, oops, {"a": 2}]', "not JSON"), ('[{"a": 1, "a": 2}]', "twice")])
+def test_an_array_that_is_damaged_inside_is_an_error_with_its_line(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "a.json").write_text("\n" + text)
+    with pytest.raises(DataError, match=rf"a\.json:2.*{word}"):
+        rows_of(tmp_path / "a.json", "json")
+
+
+def test_a_field_that_is_there_twice_is_not_read_as_its_last(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "text": "two"}\n{"text": "three"}\n')
+    first, second = rows_of(tmp_path / "a.jsonl", "jsonl")
+    assert first == Row(1, None, "the field 'text' is there twice")
+    assert second.value == {"text": "three"}
+
+
+def test_an_enormous_line_is_set_aside_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 350}) + "\n" + json.dumps({"text": "y"}) + "\n")
+    first, second = rows_of(tmp_path / "a.jsonl", "jsonl")
+    assert (first.line, first.value) == (1, None)
+    assert (second.line, second.value) == (2, {"text": "y"})
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, form: str) -> None:
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match=r"twice.*text"):
+        rows_of(path, form)
+
+
+def test_a_datasets_folder_is_read_in_the_order_of_its_state(tmp_path: Path) -> None:
+    tables = [pyarrow.table({"text": [f"{part} {row}" for row in range(300)], "id": range(300)}) for part in "ba"]
+    found = read(Source(path=write_arrow(tmp_path / "set", tables)))
+    assert [piece.text for piece in found if isinstance(piece, Piece)] == [f"{part} {row}" for part in "ba" for row in range(300)]
+
+
+def test_a_datasets_folder_written_as_a_file_of_batches(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["one", "two"]})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert [piece.text for piece in read(Source(path=str(tmp_path / "a.arrow"))) if isinstance(piece, Piece)] == ["one", "two"]
+
+
+def test_of_several_splits_one_has_to_be_named(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_arrow(tmp_path / "set" / split, [pyarrow.table({"text": [split]})])
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"several splits.*set/test, .*set/train"):
+        read(Source(path=str(tmp_path / "set")))
+    (piece,) = read(Source(path=str(tmp_path / "set" / "test")))
+    assert isinstance(piece, Piece)
+    assert piece.text == "test"
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_damaged_datasets_folder_is_an_error(tmp_path: Path, damage: str) -> None:
+    path = write_arrow(tmp_path / "set", [pyarrow.table({"text": ["some text"] * 1000})])
+    (file,) = (tmp_path / "set").glob("*.arrow")
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-4000])
+    else:
+        file.unlink()
+    with pytest.raises(DataError, match=r"arrow"):
+        read(Source(path=path))
