@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import pytest
 
+from shardwright.architecture import shape_of
 from shardwright.layout import Layout
 from shardwright.verify.cases import Case
 from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, shape_of, verify
+from shardwright.verify.matrix import Report, verify
 from tests.multiprocess import mutations as m
 from tests.multiprocess.models import LLAMA, recipe_of
 from tests.multiprocess.pool import RankPool

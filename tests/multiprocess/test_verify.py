@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwright.architecture import shape_of
 from shardwright.cli.main import run
 from shardwright.config.schema import LayoutSection
 from shardwright.layout import Layout
 from shardwright.verify.cases import DTYPES, Case, choose_cases, choose_layouts
-from shardwright.verify.matrix import Report, shape_of, verify
+from shardwright.verify.matrix import Report, verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
 from tests.multiprocess.pool import RankPool
 

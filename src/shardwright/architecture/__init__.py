@@ -6,6 +6,7 @@ from shardwright.architecture.families import FAMILIES
 from shardwright.architecture.latent import LatentShape
 from shardwright.architecture.parameters import FilePiece, Init, Normal, Ones, ParameterSpec, Role, Zeros
 from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config
+from shardwright.architecture.recipe import shape_of
 from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "Zeros",
     "cut",
     "read_config",
+    "shape_of",
 ]

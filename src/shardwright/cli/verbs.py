@@ -68,6 +68,12 @@ def _schedule() -> Callable[..., Any]:
     return schedule_command
 
 
+def _rehearse() -> Callable[..., Any]:
+    from shardwright.cli.rehearse import rehearse_command
+
+    return rehearse_command
+
+
 def _checkpoint() -> typer.Typer:
     from shardwright.cli.checkpoint import app
 
@@ -83,6 +89,7 @@ def _schema() -> Callable[..., Any]:
 VERBS = {
     "data": Verb("Show what the model will see, before any rank starts.", _data),
     "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
+    "rehearse": Verb("Run a layout's real step on devices that do not exist.", _rehearse),
     "train": Verb("Train a recipe, on one process or many.", _train),
     "generate": Verb("Continue a prompt with a trained model.", _generate),
     "export": Verb("Write a run as a Hugging Face folder.", _export),

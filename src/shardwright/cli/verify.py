@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwright.architecture import shape_of
 from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, ExitCode, InputError
@@ -65,7 +66,7 @@ def verify_command(
     from rich.console import Console
 
     from shardwright.verify.cases import DTYPES, choose_cases, choose_layouts, cut_shape
-    from shardwright.verify.matrix import shape_of, verify
+    from shardwright.verify.matrix import verify
     from shardwright.verify.pool import RankPool
 
     unknown = [name for name in dtype or () if name not in DTYPES]

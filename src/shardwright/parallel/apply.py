@@ -115,14 +115,15 @@ def apply_layout(
     # Experts that lie over ranks are no copies of each other: what replicas they have is not what DDP sums over.
     apart = frozenset(name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded)
     if replicas is not None:
-        module = replicate(
-            decoder,
-            replicas,
-            bucket_size_bytes=layout.bucket_size_bytes,
-            reduce_dtype=kinds.reduce,
-            device=device,
-            apart=apart,
-        )
+        with storage or nullcontext():  # its buckets are memory, too
+            module = replicate(
+                decoder,
+                replicas,
+                bucket_size_bytes=layout.bucket_size_bytes,
+                reduce_dtype=kinds.reduce,
+                device=device,
+                apart=apart,
+            )
     sums = [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replicas is not None, apart=apart)
     return ParallelModel(module, decoder, layouts, layout, mesh, device, groups, trainable, sums)
 

@@ -3,7 +3,6 @@
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves, not with their names.
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,19 +43,11 @@ def replicate(
 
 
 def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(_first)
+    buffer = bucket.buffer()
+    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda _done: buffer)
 
 
 def _sum_bucket_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
-
-    def widen(future: torch.futures.Future[Any]) -> Tensor:
-        return buffer.copy_(_first(future))
-
-    return dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True).get_future().then(widen)
-
-
-def _first(future: torch.futures.Future[Any]) -> Tensor:
-    value = future.value()
-    reduced: Tensor = value[0] if isinstance(value, list | tuple) else value
-    return reduced
+    rounded = buffer.to(torch.bfloat16)
+    return dist.all_reduce(rounded, group=group, async_op=True).get_future().then(lambda _done: buffer.copy_(rounded))

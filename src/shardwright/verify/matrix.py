@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.schema import OptimizerSection
 from shardwright.errors import InputError, RankFailed
@@ -24,8 +24,6 @@ from shardwright.verify.pool import RankPool
 
 SCHEMA_VERSION = 1
 MICRO_BATCH_SIZE = 2
-STAND_IN_VOCABULARY = 257
-"""For a recipe whose vocabulary is its tokenizer's, which verification does not build."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +138,6 @@ def verify_grid(
                 rows.append(row)
                 told(row)
     return rows
-
-
-def shape_of(recipe: Recipe) -> ModelShape:
-    """The recipe's model. A vocabulary that only the tokenizer knows is replaced by `STAND_IN_VOCABULARY`."""
-    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
-    assert config is not None  # the schema demands one of them
-    if isinstance(config, dict) and "vocab_size" not in config:
-        config = {**config, "vocab_size": recipe.tokenizer.vocab_size or STAND_IN_VOCABULARY}
-    return read_config(config)
 
 
 def verify(

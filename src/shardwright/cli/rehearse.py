@@ -1,0 +1,118 @@
+"""`shardwright rehearse`: the real training step of a layout on devices that do not exist."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.architecture import shape_of
+from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.config import load_recipe, parse_layout
+from shardwright.errors import CheckFailed, ExitCode
+from shardwright.placement import check
+from shardwright.plan import resolve
+from shardwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwright.rehearse.rank import RankReport
+    from shardwright.rehearse.run import Rehearsal
+
+_LINES_AT_PEAK = 12
+
+
+def rehearse_command(
+    recipe: RecipePath,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, max=16384, help="Ranks of the layout.")],
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="DEGREES", help="Instead of the recipe's, e.g. tp=8,pp=4.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    each_rank: Annotated[
+        bool, typer.Option("--each-rank", help="Run every rank, not one of each role (the default up to 8 ranks).")
+    ] = False,
+    collectives: Annotated[bool, typer.Option("--collectives", help="List every collective of every role, in order.")] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Run one real optimizer step of each role on tensors without memory: peak bytes, every collective, and whether they meet."""
+    settings = [f"layout.{key}={json.dumps(value)}" for key, value in parse_layout(layout).items()] if layout else []
+    checked = load_recipe(recipe, [*(overrides or []), *settings])
+    shape, plan = shape_of(checked), resolve(checked, world_size)
+    check(shape, plan.layout, plan.batch.sequence_length)
+    # Torch comes in only now: a wrong recipe is told at once.
+    from rich.console import Console
+
+    from shardwright.rehearse.run import rehearse
+
+    console = Console(stderr=json_output)
+    with console.status("starting") as status:
+        result = rehearse(
+            checked,
+            shape,
+            plan,
+            each_rank=each_rank or None,
+            told=lambda report: status.update(f"rehearsed rank {report.rank} in {report.seconds:.0f} s"),
+        )
+    _show(result, console, list_all=collectives)
+    if json_output:
+        sys.stdout.write(json.dumps(result.as_dict()) + "\n")
+    if result.disagreement is not None:
+        if json_output:
+            raise typer.Exit(ExitCode.CHECK_FAILED)
+        raise CheckFailed(f"ranks disagree: {result.disagreement}")
+
+
+def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
+    from rich.table import Table
+
+    layout = result.plan.layout
+    console.print(f"{layout} on {layout.world_size} ranks", highlight=False)
+    table = Table("rank", "stage", "stands for", "weights", "optimizer", "peak", "collectives")
+    for role, report in zip(result.roles, result.reports, strict=True):
+        sizes = (report.weights_bytes, report.optimizer_bytes, report.peak_bytes)
+        table.add_row(
+            str(role.rank), str(role.stage), str(len(role.ranks)), *map(format_bytes, sizes), str(len(report.collectives))
+        )
+    console.print(table)
+    worst = max(result.reports, key=lambda report: report.peak_bytes)
+    _show_peak(worst, console)
+    _show_traffic(result, worst, console)
+    for report in result.reports if list_all else ():
+        console.print(f"rank {report.rank}")
+        for place, call in enumerate(report.collectives):
+            where = f"with rank {call.peer}" if call.peer is not None else f"over {result.axis_of(report, call.ranks)} {call.ranks}"
+            console.print(f"  {place:5} {call.kind:14} {format_bytes(call.num_bytes):>10} {call.dtype:9} {where}", highlight=False)
+    if result.disagreement is None:
+        console.print("all collectives meet: same order, same sizes, every send has its receive", highlight=False)
+
+
+def _show_peak(report: RankReport, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(
+        "bytes", "tensors", "made in", "by", "at", title=f"what lives at the peak of rank {report.rank}", title_justify="left"
+    )
+    table.columns[3].overflow = table.columns[4].overflow = "fold"
+    for part in report.contributions[:_LINES_AT_PEAK]:
+        origin = part.origin
+        table.add_row(format_bytes(part.num_bytes), str(part.num_tensors), origin.kind, origin.operator, origin.line)
+    rest = report.contributions[_LINES_AT_PEAK:]
+    if rest:
+        table.add_row(format_bytes(sum(p.num_bytes for p in rest)), str(sum(p.num_tensors for p in rest)), "other", "", "")
+    console.print(table)
+
+
+def _show_traffic(result: Rehearsal, report: RankReport, console: Console) -> None:
+    from rich.table import Table
+
+    traffic = result.traffic(report)
+    if not traffic:
+        return
+    table = Table("over", "collective", "calls", "sent", title=f"traffic of rank {report.rank} in one step", title_justify="left")
+    for (axis, kind), (calls, sent) in sorted(traffic.items(), key=lambda item: -item[1][1]):
+        table.add_row(axis, kind, str(calls), format_bytes(sent))
+    console.print(table)

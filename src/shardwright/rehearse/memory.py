@@ -1,0 +1,167 @@
+"""Live bytes of a rank while real code runs on tensors that may have no memory: the peak, and what made it.
+
+Every storage that an operator makes is counted once, whoever holds views of it, until Python lets go of it. FSDP2 frees and takes
+memory back by resizing storages, so that is counted, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_PACKAGE = "shardwright"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a storage came from: the operator, and the innermost line of ours that called it."""
+
+    kind: str
+    operator: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """Live bytes at the peak that share an origin."""
+
+    origin: Origin
+    num_bytes: int
+    num_tensors: int
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages made while it is entered, and of those it is told of.
+
+    Attributes:
+        live_bytes: now.
+        peak_bytes: the most there ever were.
+        phase: what `Origin.kind` of new storages says; set it as the step goes on.
+
+    >>> with LiveBytes() as live:
+    ...     x = torch.ones(256)
+    ...     y = x + 1
+    ...     del x
+    >>> live.live_bytes, live.peak_bytes
+    (1024, 2048)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "other"
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._events: list[tuple[int, int]] = []
+        self._origins: dict[int, Origin] = {}
+        self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = 0
+        self._peak_at = 0
+
+    def __enter__(self) -> LiveBytes:
+        self._patch = patch.object(torch.UntypedStorage, "resize_", _resizing(self, torch.UntypedStorage.resize_))
+        self._patch.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self._patch.__exit__(*details)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self._see(value, func)
+        return result
+
+    def tell(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Count tensors that were there before."""
+        phase, self.phase = self.phase, kind
+        for tensor in tensors:
+            self._see(tensor, None)
+        self.phase = phase
+
+    def contributions(self) -> list[Contribution]:
+        """What lived at the peak, by origin, largest first."""
+        live: dict[int, int] = {}
+        for key, size in self._events[: self._peak_at]:
+            if size:
+                live[key] = size
+            else:
+                live.pop(key, None)
+        totals: dict[Origin, tuple[int, int]] = {}
+        for key, size in live.items():
+            bytes_so_far, count = totals.get(self._origins[key], (0, 0))
+            totals[self._origins[key]] = (bytes_so_far + size, count + 1)
+        found = [Contribution(origin, size, count) for origin, (size, count) in totals.items()]
+        return sorted(found, key=lambda contribution: -contribution.num_bytes)
+
+    def _see(self, tensor: Tensor, func: Any) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        storage = tensor.untyped_storage()
+        if storage in self._keys:
+            return
+        key, self._next = self._next, self._next + 1
+        self._keys[storage] = key
+        if func is None:
+            self._origins[key] = Origin(self.phase, "", "")
+        else:
+            operator = func.name().partition("::")[2].partition(".")[0]
+            self._origins[key] = Origin(self.phase, operator, _our_line(sys._getframe(2)))
+        weakref.finalize(storage, self._resize, key, 0).atexit = False
+        self._resize(key, storage.nbytes())
+
+    def _resize(self, key: int, size: int) -> None:
+        before = self._sizes.get(key, 0)
+        if before == size:
+            return
+        self._sizes[key] = size
+        self._events.append((key, size))
+        self.live_bytes += size - before
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self._peak_at = self.live_bytes, len(self._events)
+
+
+def _resizing(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
+    def resize_(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        if storage in live._keys:
+            live._resize(live._keys[storage], size)
+        return result
+
+    return resize_
+
+
+def _our_line(frame: FrameType | None) -> str:
+    """`model/mlp.py:41 forward` of the innermost frame of this package; the backward pass has none of its own."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_PACKAGE) and not module.startswith(f"{_PACKAGE}.rehearse"):
+            path = module.removeprefix(f"{_PACKAGE}.").replace(".", "/")
+            return f"{path}.py:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def phase(live: LiveBytes, name: str) -> Iterator[None]:
+    """What is made meanwhile is of this kind."""
+    before, live.phase = live.phase, name
+    try:
+        yield
+    finally:
+        live.phase = before

@@ -1,0 +1,132 @@
+"""One rank's real training step on a process group and on tensors that do not exist."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.architecture import ModelShape
+from shardwright.config import Recipe
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import Bounds, RankGrid
+from shardwright.model.decoder import Decoder
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.precision import dtypes
+from shardwright.optim import build_optimizer
+from shardwright.optim.state import create_state
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.plan import Plan
+from shardwright.rehearse.collectives import Collective, Recorder
+from shardwright.rehearse.memory import Contribution, LiveBytes, phase
+from shardwright.train.step import accumulate_gradients, update
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank's step takes. Bytes are of tensors, without what an allocator adds."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    weights_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    contributions: tuple[Contribution, ...]
+    collectives: tuple[Collective, ...]
+    seconds: float
+
+
+def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> RankReport:
+    """Build this rank's part of the model and run one optimizer step of it, with moments that are there already.
+
+    Every token is taken for supervised, and every gradient for finite: what depends on numbers takes its usual way.
+    """
+    began = time.perf_counter()
+    with _fake_ranks(rank, plan.layout.world_size):
+        fake, live, recorder = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), Recorder()
+        model = _build(recipe, shape, plan, fake)
+        with fake, _UsualNumbers(), live:
+            live.tell((parameter for _, parameter in model.named_parameters()), "weights")
+            weights_bytes = live.live_bytes
+            optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1)
+            with phase(live, "moments"):
+                create_state(optimizer)
+            optimizer_bytes = live.live_bytes - weights_bytes
+            with recorder:
+                with phase(live, "step"):
+                    accumulate_gradients(model, _micro_batches(plan), seed=recipe.seed, step=0)
+                with phase(live, "update"):
+                    update(model, optimizer, learning_rate=1e-4, max_grad_norm=recipe.training.max_grad_norm)
+    return RankReport(
+        rank=rank,
+        coordinates=RankGrid(plan.layout).coordinates(rank),
+        weights_bytes=weights_bytes,
+        optimizer_bytes=optimizer_bytes,
+        peak_bytes=live.peak_bytes,
+        contributions=tuple(live.contributions()),
+        collectives=tuple(recorder.collectives),
+        seconds=time.perf_counter() - began,
+    )
+
+
+@contextmanager
+def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """A process group whose collectives return at once; none for a single rank, as in a real run."""
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _build(recipe: Recipe, shape: ModelShape, plan: Plan, fake: FakeTensorMode | None) -> ParallelModel:
+    """As the trainer builds it: cut and wrapped on the meta device, then given memory, which here is none."""
+    precision = dtypes(plan.precision)
+    with torch.device("meta"):
+        decoder = Decoder(
+            shape,
+            attention=recipe.model.attention,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
+            compute_dtype=precision.compute,
+        )
+
+    def fill(_name: str, bounds: Bounds) -> Tensor:
+        return torch.empty([length for _, length in bounds], dtype=precision.param)
+
+    return apply_layout(decoder, plan, build_mesh(plan.layout, "cpu"), torch.device("cpu"), fill=fill, storage=fake)
+
+
+def _micro_batches(plan: Plan) -> list[MicroBatch]:
+    """Rows of the plan's sizes, every token supervised."""
+    batch = plan.batch
+    shape = (batch.micro_batch_size, batch.sequence_length)
+    ids_BT = torch.zeros(shape, dtype=torch.int64)
+    positions_BT = torch.arange(batch.sequence_length).expand(shape)
+    samples_B = torch.arange(batch.micro_batch_size)
+    one = MicroBatch(ids_BT, ids_BT, positions_BT, None, samples_B, batch.micro_batch_size * batch.sequence_length)
+    return [one] * batch.gradient_accumulation_steps
+
+
+class _UsualNumbers(TorchDispatchMode):
+    """Answers what only numbers could: every token is supervised, every norm is 1, every flag is down."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 0
+        if func is torch.ops.aten.nonzero.default:
+            assert args[0].ndim == 1, "only the choice of supervised tokens asks where something is true"
+            return torch.arange(args[0].shape[0], device=args[0].device)[:, None]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,120 @@
+"""The rehearsal of a layout: every role's step, and whether their collectives meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from shardwright.architecture import ModelShape
+from shardwright.config import Recipe
+from shardwright.layout import AXES, RankGrid
+from shardwright.plan import Plan
+from shardwright.rehearse.agreement import Disagreement, find_disagreement
+from shardwright.rehearse.collectives import bytes_by_axis
+from shardwright.rehearse.rank import RankReport, rehearse_rank
+from shardwright.rehearse.roles import Role, among, roles_of
+
+SCHEMA_VERSION = 1
+EVERY_RANK_UP_TO = 8
+"""World sizes in which each rank is rehearsed by itself: a slip of one rank shows only there."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a layout's step takes on each role, and the first thing on which ranks disagree."""
+
+    plan: Plan
+    roles: tuple[Role, ...]
+    reports: tuple[RankReport, ...]
+    disagreement: Disagreement | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank that needs most."""
+        return max(report.peak_bytes for report in self.reports)
+
+    def axis_of(self, report: RankReport, ranks: tuple[int, ...]) -> str:
+        """The axes along which a group of this rank lies: `tp`, `dp_shard x cp`."""
+        grid = RankGrid(self.plan.layout)
+        here = grid.coordinates(report.rank)
+        others = [grid.coordinates(rank) for rank in ranks]
+        return " x ".join(axis for axis in AXES if any(other[axis] != here[axis] for other in others)) or "this rank"
+
+    def traffic(self, report: RankReport) -> dict[tuple[str, str], tuple[int, float]]:
+        """Calls and sent bytes of one step by axes and kind."""
+        sent = bytes_by_axis(report.collectives, lambda ranks: self.axis_of(report, ranks))
+        calls: dict[tuple[str, str], int] = {}
+        for call in report.collectives:
+            key = (self.axis_of(report, call.ranks), call.kind)
+            calls[key] = calls.get(key, 0) + 1
+        return {(axis, kind): (calls[axis, kind], total) for (axis, kind), total in sent.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "plan": self.plan.as_dict(),
+            "agrees": self.disagreement is None,
+            "disagreement": None if self.disagreement is None else self.disagreement.told,
+            "peak_bytes": self.peak_bytes,
+            "roles": [self._role(role, report) for role, report in zip(self.roles, self.reports, strict=True)],
+        }
+
+    def _role(self, role: Role, report: RankReport) -> dict[str, Any]:
+        return {
+            "rank": role.rank,
+            "stage": role.stage,
+            "num_ranks": len(role.ranks),
+            "weights_bytes": report.weights_bytes,
+            "optimizer_bytes": report.optimizer_bytes,
+            "peak_bytes": report.peak_bytes,
+            "at_peak": [
+                {
+                    "kind": part.origin.kind,
+                    "operator": part.origin.operator,
+                    "line": part.origin.line,
+                    "num_bytes": part.num_bytes,
+                    "num_tensors": part.num_tensors,
+                }
+                for part in report.contributions
+            ],
+            "collectives": [
+                {"kind": call.kind, "ranks": call.ranks, "num_bytes": call.num_bytes, "dtype": call.dtype, "peer": call.peer}
+                for call in report.collectives
+            ],
+            "seconds": round(report.seconds, 3),
+        }
+
+
+def rehearse(
+    recipe: Recipe,
+    shape: ModelShape,
+    plan: Plan,
+    *,
+    each_rank: bool | None = None,
+    told: Callable[[RankReport], None] = lambda _report: None,
+) -> Rehearsal:
+    """Rehearse one optimizer step of every role, several at a time in processes of their own.
+
+    Args:
+        each_rank: rehearse every rank by itself; default where there are at most `EVERY_RANK_UP_TO`.
+        told: gets every role's report as it comes.
+    """
+    each_rank = plan.layout.world_size <= EVERY_RANK_UP_TO if each_rank is None else each_rank
+    roles = roles_of(plan.layout, each_rank=each_rank)
+    reports: list[RankReport] = []
+    if len(roles) == 1:
+        reports.append(rehearse_rank(recipe, shape, plan, roles[0].rank))
+        told(reports[0])
+    else:
+        workers = min(len(roles), os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+            for report in pool.map(rehearse_rank, *zip(*((recipe, shape, plan, role.rank) for role in roles), strict=True)):
+                reports.append(report)
+                told(report)
+    found = find_disagreement(among({report.rank: report.collectives for report in reports}))
+    return Rehearsal(plan, tuple(roles), tuple(reports), found)
