@@ -53,6 +53,7 @@ DEEPSEEK: dict[str, Any] = {
 PLAIN = Case(1, "none", documents=False)
 LOSSES = Case(2, "full", router_losses=True)
 CAPACITY = Case(2, "selective", router_losses=True, capacity_factor=0.8)
+IDLE = Case(1, "full", router_losses=True, idle_experts=True)
 
 
 def run(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, dtypes: tuple[str, ...] = DTYPES) -> Report:
@@ -92,7 +93,8 @@ def test_experts_on_every_rank(ranks: RankPool, config: dict[str, Any], layout: 
         (GPT_OSS, Layout(dp_shard=4, ep=2, zero_stage=3), CAPACITY),
         (GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=1), LOSSES),
         (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=2), CAPACITY),
-        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), LOSSES),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), IDLE),
+        (GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=2), IDLE),
     ],
     ids=str,
 )

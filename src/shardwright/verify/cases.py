@@ -26,7 +26,7 @@ class Case:
 
     `documents` packs several documents into a row; `dropout` switches on every dropout of the model. Of a sparse model,
     `router_losses` switches balance and z-loss on and lets balance biases move, `capacity_factor` drops what an expert has no room
-    for.
+    for, and `idle_experts` begins with router (or balance) biases by which no token chooses the second half of the experts.
     """
 
     accumulation: int = 1
@@ -36,6 +36,7 @@ class Case:
     documents: bool = True
     router_losses: bool = False
     capacity_factor: float | None = None
+    idle_experts: bool = False
 
     def __str__(self) -> str:
         """As shown in tables."""
@@ -46,6 +47,7 @@ class Case:
         words += ["documents"] if self.documents else []
         words += ["router losses"] if self.router_losses else []
         words += [f"capacity {self.capacity_factor:g}"] if self.capacity_factor is not None else []
+        words += ["idle experts"] if self.idle_experts else []
         return ", ".join(words)
 
     @property

@@ -19,14 +19,21 @@ from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch, step_micro_batches
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
-from shardwright.model.init import initialise
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.apply import local_part, narrow
 from shardwright.plan import Plan
 from shardwright.train.step import StepLoss, accumulate_gradients, update
-from shardwright.verify.oracle import GRADIENT_STEPS, LEARNING_RATES, NUM_STEPS, SGD_LEARNING_RATE, WEIGHT_DECAY, Problem
+from shardwright.verify.oracle import (
+    GRADIENT_STEPS,
+    LEARNING_RATES,
+    NUM_STEPS,
+    SGD_LEARNING_RATE,
+    WEIGHT_DECAY,
+    Problem,
+    initial_value,
+)
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 NEARLY_ZERO = 1e-8
@@ -79,7 +86,7 @@ def _verify_sgd(problem: Problem, layout: Layout, reference: dict[str, Tensor]) 
     model = _build(problem, layout)
     section = OptimizerSection(name="sgd")
     optimizer = build_optimizer(model.named_parameters(), section, learning_rate=SGD_LEARNING_RATE, weight_decay=0.0)
-    findings, losses, norms = [], [], []
+    findings, losses, norms, routers = [], [], [], []
     for step in range(NUM_STEPS):
         loss = _accumulate(problem, layout, model, step)
         if step in GRADIENT_STEPS:
@@ -87,8 +94,10 @@ def _verify_sgd(problem: Problem, layout: Layout, reference: dict[str, Tensor]) 
         done = update(model, optimizer, learning_rate=SGD_LEARNING_RATE, max_grad_norm=None, routers=loss.routers)
         losses.append(loss.mean())
         norms.append(done.gradient_norm)
+        routers.append(torch.zeros(0) if loss.routers is None else loss.routers)
     findings.append(_compare_numbers("loss", losses, reference["loss"], allowed))
     findings.append(_compare_numbers("norm", norms, reference["norm"], allowed))
+    findings.append(_compare_tensor("routers", "loads and losses", torch.stack(routers), reference["routers"], 1.0, allowed))
     findings.append(_compare_weights("weights after SGD", model, reference, "sgd", allowed))
     return findings
 
@@ -171,7 +180,7 @@ def _build(problem: Problem, layout: Layout) -> ParallelModel:
         Plan(layout, problem.batch, precision, problem.case.recompute),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
-        fill=lambda name, narrow: initialise(specs[name], problem.seed, dtype=problem.torch_dtype, narrow=narrow),
+        fill=lambda name, narrow: initial_value(problem, specs[name], narrow),
     )
 
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.architecture import ModelShape
+from shardwright.architecture import ModelShape, ParameterSpec
 from shardwright.config.schema import OptimizerSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.model import Decoder, DropoutKey
-from shardwright.model.init import initialise
+from shardwright.model.init import Narrow, initialise
 from shardwright.plan import BatchPlan
 from shardwright.verify.cases import Case, Dtype
 from shardwright.verify.data import UnevenDataset
@@ -59,15 +59,25 @@ class Problem:
         return UnevenDataset(self.shape.vocab_size, self.batch, NUM_STEPS, self.seed, self.case.documents)
 
 
+def initial_value(problem: Problem, spec: ParameterSpec, narrow: Narrow | None = None) -> Tensor:
+    """A parameter's value before the first step, or a slice of it: the common one, but for biases that leave experts idle."""
+    value = initialise(spec, problem.seed, dtype=problem.torch_dtype, narrow=narrow)
+    if problem.case.idle_experts and spec.is_bias and spec.role in ("router", "balance_bias"):
+        first, length = (0, len(value)) if narrow is None or narrow[0] is None else narrow[0]
+        value[: max(0, min(length, spec.shape[0] // 2 - first))] += 10.0
+    return value
+
+
 def write_reference(problem: Problem, path: Path) -> None:
     """Compute the reference and write it as safetensors.
 
-    Tensors: `loss` and `norm` [steps] of the SGD run, `adamw_norm` and `max_grad_norm` [steps], and per parameter
+    Tensors: `loss` and `norm` [steps] of the SGD run (of a sparse model also `routers`, what `RouterTally.take` says after each
+    step), `adamw_norm` and `max_grad_norm` [steps], and per parameter
     `gradient.STEP.NAME` (raw, in the SGD run; absent where frozen), `sgd.NAME` and `adamw.NAME` (weights after all steps).
     """
     tensors: dict[str, Tensor] = {}
     decoder = _build(problem)
-    losses, norms = [], []
+    losses, norms, routers = [], [], []
     for step in range(NUM_STEPS):
         losses.append(_differentiate(decoder, problem, step))
         norms.append(_norm(decoder))
@@ -77,7 +87,7 @@ def write_reference(problem: Problem, path: Path) -> None:
             for parameter in decoder.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(SGD_LEARNING_RATE * parameter.grad)
-        _move_balance_biases(decoder)
+        routers.append(_end_step_of_experts(decoder))
     tensors |= {f"sgd.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
     max_grad_norms = [share * norms[0] for share in CLIP_SHARES]
 
@@ -88,10 +98,11 @@ def write_reference(problem: Problem, path: Path) -> None:
         _differentiate(decoder, problem, step)
         adamw_norms.append(_norm(decoder))
         _adamw(decoder, moments, problem.optimizer, step, min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)))
-        _move_balance_biases(decoder)
+        _end_step_of_experts(decoder)
     tensors |= {f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
     as_double = {"loss": losses, "norm": norms, "adamw_norm": adamw_norms, "max_grad_norm": max_grad_norms}
     tensors |= {name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()}
+    tensors["routers"] = torch.stack(routers)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
@@ -105,7 +116,7 @@ def _build(problem: Problem) -> Decoder:
     specs = {spec.name: spec for spec in shape.parameters()}
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(initialise(specs[name], problem.seed, dtype=dtype))
+            parameter.copy_(initial_value(problem, specs[name]))
             parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen)
     return decoder
 
@@ -132,11 +143,11 @@ def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
 
 
 @torch.no_grad()
-def _move_balance_biases(decoder: Decoder) -> None:
-    """Each expert's bias one step up if it got fewer tokens than the mean, down if more."""
+def _end_step_of_experts(decoder: Decoder) -> Tensor:
+    """What the routers did; each expert's bias moves one step up if it got fewer tokens than the mean, down if more."""
     experts = decoder.shape.experts
     if experts is None:
-        return
+        return torch.zeros(0)
     table = decoder.router_tally.take(decoder.shape.num_layers, experts.num_experts, torch.device("cpu"))
     for name, parameter in decoder.named_parameters():
         if name.endswith(f".{decoder.shape.names.balance_bias}"):
@@ -145,6 +156,7 @@ def _move_balance_biases(decoder: Decoder) -> None:
                 difference = float(tokens.mean() - tokens[expert])
                 direction = 0.0 if difference == 0.0 else math.copysign(1.0, difference)
                 parameter[expert] += decoder.expert_rules.bias_update_rate * direction
+    return table
 
 
 def _norm(decoder: Decoder) -> float:

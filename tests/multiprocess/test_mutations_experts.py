@@ -1,0 +1,75 @@
+"""Known wrong gradients of sparse models are put back one at a time; the verifier must fail on each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from shardwright.architecture import shape_of
+from shardwright.layout import Layout
+from shardwright.verify.cases import Case
+from shardwright.verify.cell import Mutation
+from shardwright.verify.matrix import Report, verify
+from tests.multiprocess import mutations_experts as m
+from tests.multiprocess.models import recipe_of
+from tests.multiprocess.mutations import nothing
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_experts import DEEPSEEK, MIXTRAL
+
+EP = Layout(dp_shard=2, ep=2, zero_stage=1)
+EP_AND_REPLICAS = Layout(dp_shard=4, ep=2, zero_stage=2)
+EP_OF_CONTEXT = Layout(cp=2, ep=2, cp_method="all_gather")
+
+PLAIN = Case(1, documents=False)
+LOSSES = Case(2, "full", router_losses=True)
+CAPACITY = Case(1, capacity_factor=0.6)
+
+
+class Bug(NamedTuple):
+    """A mutation, the model and cell that must catch it, and the comparison that does."""
+
+    mutation: Mutation
+    config: dict[str, Any]
+    layout: Layout
+    case: Case
+    caught_by: str
+
+
+BUGS = [
+    Bug(m.experts_averaged_over_ep, MIXTRAL, EP, PLAIN, "gradient"),
+    Bug(m.experts_not_divided_as_the_rest, MIXTRAL, EP_AND_REPLICAS, PLAIN, "gradient"),
+    Bug(m.experts_summed_over_ep, MIXTRAL, EP, PLAIN, "gradient"),
+    Bug(m.experts_in_the_replicas_group, MIXTRAL, EP_OF_CONTEXT, PLAIN, "gradient"),
+    Bug(m.router_losses_scaled_by_accumulation, MIXTRAL, EP, LOSSES, "gradient"),
+    Bug(m.router_losses_scaled_by_ranks, MIXTRAL, EP, LOSSES, "gradient"),
+    Bug(m.balance_of_the_own_tokens, MIXTRAL, EP_OF_CONTEXT, LOSSES, "gradient"),
+    Bug(m.recompute_counts_twice, MIXTRAL, EP, LOSSES, "routers"),
+    Bug(m.capacity_by_logits, MIXTRAL, EP, CAPACITY, "gradient"),
+    Bug(m.capacity_of_the_own_tokens, MIXTRAL, EP_OF_CONTEXT, CAPACITY, "gradient"),
+    Bug(m.the_router_is_detached, MIXTRAL, EP, PLAIN, "gradient"),
+    Bug(m.gradients_do_not_travel_home, MIXTRAL, EP, PLAIN, "gradient"),
+    Bug(m.balance_biases_move_by_the_own_tokens, DEEPSEEK, EP, LOSSES, "weights after SGD"),
+]
+
+
+def _verify(ranks: RankPool, bug: Bug, mutation: Mutation) -> Report:
+    recipe = recipe_of(bug.config)
+    shape = shape_of(recipe)
+    return verify(recipe, shape, [bug.layout], [bug.case], ["float64"], sequence_length=12, pool=ranks, mutation=mutation)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
+def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
+    report = _verify(ranks, bug, bug.mutation)
+    (cell,) = report.cells
+    assert not report.passed
+    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
+    failed = {finding.quantity for finding in cell.findings if not finding.passed}
+    assert bug.caught_by in failed
+
+
+@pytest.mark.parametrize("bug", {(str(b.layout), str(b.case)): b for b in BUGS}.values(), ids=lambda b: f"{b.layout}-{b.case}")
+def test_without_a_bug_the_same_cells_pass(ranks: RankPool, bug: Bug) -> None:
+    report = _verify(ranks, bug, nothing)
+    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
