@@ -29,10 +29,9 @@ from shardwright.planner.measurements import Case, configuration, read_case, rea
 from shardwright.planner.published import predict_case
 from shardwright.units import GIB_BYTES
 
-GPU_FIELDS = ("matmul_share", "attention_forward_share", "attention_backward_share", "memory_share", "intra_share", "inter_share")
 FACTORS = (1.3, 1.1, 1.03)
 NUM_FOLDS = 5
-MOST_ROWS = 160
+MOST_ROWS = 60
 """Rows of one source that the search looks at: a thousand of one kind teach no more and take an hour."""
 
 
@@ -289,9 +288,9 @@ def main() -> None:
     if options.published is None:
         parser.error("say where the published measurements are: --published FOLDER, or SHARDWRIGHT_PUBLISHED")
     rows = [row for row in load_rows(options.published) if not options.source or row.case.source in options.source]
-    efficiencies = Efficiencies({}) if options.from_defaults else load_efficiencies()
+    efficiencies = START if options.from_defaults else load_efficiencies()
     if options.what == "validate":
-        validate(rows, Efficiencies({}), PARAMETERS, options.passes)
+        validate(rows, START, PARAMETERS, options.passes)
         return
     if options.what == "fit":
         efficiencies = Search(rows).run(efficiencies, PARAMETERS, options.passes, talk=True)
@@ -300,41 +299,94 @@ def main() -> None:
     show("On the rows that were fitted" if options.what == "fit" else "As it is", by_source(rows, efficiencies))
 
 
+GPU_FIELDS = {
+    "matmul_share": (0.1, 0.98),
+    "m_half": (16, 4096),
+    "attention_forward_share": (0.1, 0.9),
+    "attention_backward_share": (0.08, 0.9),
+    "memory_share": (0.2, 0.95),
+    "intra_share": (0.1, 0.95),
+    "inter_share": (0.05, 0.95),
+}
+"""What an accelerator and its links achieve, with the bounds of the search."""
+
+TRAINER_FIELDS = {
+    "host_seconds": (1e-6, 1e-3),
+    "bytes_share": (0.2, 4.0),
+    "data_overlap": (0.01, 1.0),
+    "tensor_overlap": (0.01, 0.99),
+    "step_seconds": (1e-3, 2.0),
+    "straggler_share": (1e-4, 0.2),
+    "reserve_share": (1e-3, 0.6),
+    "reserve_bytes": (1e7, 1.2e10),
+}
+"""How a trainer keeps its device busy, and what its allocator holds."""
+
+TRAINERS = ("nanotron", "megatron-core", "megatron-lm", "megatron-deepspeed", "aleph", "llm-foundry", "torchtitan", "litgpt")
+OTHERS = (
+    # The 500 W of one cluster, and a B200 that is kept below its power.
+    Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share", 0.1, 0.98),
+    Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
+    Parameter("features", "power_limited", "matmul_share", 0.1, 0.98),
+    Parameter("features", "power_limited", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
+    # Hosts differ with the machine: Grace starts operations more slowly than x86.
+    *(
+        Parameter("accelerators", name, "host_seconds", 1e-6, 1e-4)
+        for name in ("Hopper", "B200-180GB-SXM", "B300-270GB-SXM", "GB200-186GB", "GB300-279GB")
+    ),
+    # Sparse layers, by release of NeMo: grouped products, permutation and graphs came one after another.
+    Parameter("frameworks", "megatron-core", "sparse_operations", 0.5, 20.0),
+    Parameter("frameworks", "megatron-core", "expert_overlap", 0.01, 0.95),
+    *(
+        Parameter("features", f"nemo-{release}", "expert_share", 0.1, 1.5)
+        for release in ("25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
+    ),
+    # Asynchronous tensor parallelism, and scaling by row, which costs more than by tensor.
+    Parameter("features", "async_tp", "tensor_overlap", 0.01, 0.99),
+    Parameter("features", "rowwise", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
+    # Attention kernels that aleph-layouts compares, and a fused norm beside them.
+    *(
+        Parameter("features", kernel, field, low, high)
+        for kernel in ("flash_attention2", "flash_attentionv1.0.8", "flash_attention2 + RMS kernel", "fused", "torch")
+        for field, low, high in (
+            ("attention_forward_share", 0.1, 0.9),
+            ("attention_backward_share", 0.08, 0.9),
+            ("bytes_share", 0.2, 6.0),
+        )
+    ),
+    # nanotron's cluster: rings over EFA, alone and beside a pipeline, and what a micro-batch waits on 512 GPUs.
+    Parameter("frameworks", "nanotron", "hop_seconds", 1e-6, 1e-3),
+    Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 1e-6, 5e-3),
+    Parameter("frameworks", "nanotron", "congestion_seconds", 1e-3, 5.0),
+    Parameter("frameworks", "nanotron", "collective_seconds", 2e-6, 5e-2),
+)
+
+
 def _parameters() -> tuple[Parameter, ...]:
     found = []
     for generation in ("Volta", "Ampere", "Hopper", "Blackwell", "Blackwell Ultra"):
-        for field in GPU_FIELDS:
-            found.append(Parameter("accelerators", generation, field, 0.1, 0.98))
+        found += [Parameter("accelerators", generation, field, low, high) for field, (low, high) in GPU_FIELDS.items()]
         for precision in ("fp8", "nvfp4") if generation in ("Hopper", "Blackwell", "Blackwell Ultra") else ():
             found.append(Parameter("accelerators", generation, "matmul_share_by_precision", 0.1, 0.98, precision))
-    found.append(Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share", 0.1, 0.98))
-    found.append(Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share_by_precision", 0.1, 0.98, "fp8"))
-    for trainer in (
-        "nanotron",
-        "megatron-core",
-        "megatron-lm",
-        "megatron-deepspeed",
-        "aleph",
-        "llm-foundry",
-        "torchtitan",
-        "litgpt",
-    ):
-        for field, low, high in (
-            ("host_seconds", 1e-6, 1e-3),
-            ("data_overlap", 0.01, 1.0),
-            ("tensor_overlap", 0.01, 0.99),
-            ("step_seconds", 1e-3, 2.0),
-            ("straggler_share", 1e-3, 0.2),
-            ("collective_seconds", 2e-6, 2e-3),
-            ("reserve_share", 1e-3, 0.6),
-            ("reserve_bytes", 1e7, 8e9),
-            ("context_bytes", 1e8, 4e9),
-        ):
-            found.append(Parameter("frameworks", trainer, field, low, high))
-    return tuple(found)
+    for trainer in TRAINERS:
+        found += [
+            Parameter("frameworks", trainer, field, low, high)
+            for field, (low, high) in TRAINER_FIELDS.items()
+            if (trainer, field) != ("megatron-core", "host_seconds")
+        ]
+    return (*found, *OTHERS)
 
 
 PARAMETERS = _parameters()
+NANOTRON = {
+    "congested_gpus": 512,
+    "congestion_seconds": 0.8,
+    "pipelined_hop_seconds": 3e-4,
+    "hop_seconds": 5e-5,
+    "host_seconds": 7e-5,
+}
+START = Efficiencies({"accelerators": {}, "frameworks": {"nanotron": NANOTRON}, "features": {}})
+"""Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""
 
 if __name__ == "__main__":
     main()

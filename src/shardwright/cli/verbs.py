@@ -86,6 +86,12 @@ def _schema() -> Callable[..., Any]:
     return schema_command
 
 
+def _predict() -> Callable[..., Any]:
+    from shardwright.cli.predict import predict_command
+
+    return predict_command
+
+
 VERBS = {
     "data": Verb("Show what the model will see, before any rank starts.", _data),
     "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
@@ -97,5 +103,6 @@ VERBS = {
     "compare": Verb("Hold a run's loss against a reference's.", _compare),
     "checkpoint": Verb("List, verify and inspect checkpoints.", _checkpoint),
     "schedule": Verb("Prove and draw a pipeline schedule.", _schedule),
+    "predict": Verb("Hold the planner to measurements that others published.", _predict),
     "schema": Verb("Print the JSON schema of recipes, for editors.", _schema),
 }

@@ -53,6 +53,29 @@ def residual_tokens(candidate: Candidate) -> float:
 
 def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> LayerActivations:
     """What one layer of a kind keeps for one micro-batch."""
+    layout = candidate.layout
+    key = (
+        kind.slot,
+        layout.tp,
+        layout.cp,
+        layout.sequence_parallel,
+        layout.cp_method,
+        candidate.micro_batch_size,
+        candidate.sequence_length,
+        candidate.recompute,
+        candidate.activation_bytes,
+        candidate.document_tokens,
+        candidate.flash_attention,
+        candidate.engine,
+    )
+    found = facts.activations.get(key)
+    if found is None:
+        found = facts.activations[key] = _layer_activations(facts, kind, candidate)
+    assert isinstance(found, LayerActivations)
+    return found
+
+
+def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> LayerActivations:
     shape, engine, size = facts.shape, candidate.engine, candidate.activation_bytes
     stream = residual_tokens(candidate)
     residual = stream * shape.hidden_size * size
@@ -75,8 +98,9 @@ def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) 
     if candidate.recompute == "full":
         return LayerActivations(residual, plain, gradients)
     # Selective: the block's input, results of products, attention's output; each branch ends in a product over the residual stream.
-    kept = residual + attention.products + inner_products + 2 * _branch_output(candidate, facts)
-    return LayerActivations(kept, max(0.0, plain - attention.products - inner_products), gradients)
+    share = engine.selective_share
+    kept = residual + share * (attention.products + inner_products + 2 * _branch_output(candidate, facts))
+    return LayerActivations(kept, max(0.0, plain - share * (attention.products + inner_products)), gradients)
 
 
 def stage_ends(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:

@@ -59,10 +59,18 @@ class Engine:
     """Tensors of model width that a norm keeps: its input (the residual stream) and its output (the products' input)."""
     rotary_tensors: float = 0.0
     """Copies of queries and keys that the rotation keeps."""
+    selective_share: float = 1.0
+    """Of the results of products and attention, how much `recompute: selective` keeps; torchtitan keeps every second product's."""
     keeps_gathered_sequence: bool = True
     """Under sequence parallelism the gathered input of the column-cut products is kept, rather than gathered again."""
     logit_bytes: float = 8.0
     """Per logit, where the loss holds all of them at once (`loss_chunk_tokens` None)."""
+    whole_logits: bool = False
+    """Tensor-parallel ranks gather the logits of the whole vocabulary before the loss."""
+    loads_whole: bool = False
+    """Whole weights are loaded on every rank before they are sharded, and the allocator never gives that room back."""
+    node_dispatch: bool = False
+    """Tokens that several experts of one node wait for cross to that node once (DeepEP, HybridEP)."""
     defers_stage_2: bool = False
     """zero_stage 2 reduces gradients once per step rather than with every micro-batch."""
 

@@ -74,6 +74,13 @@ class Network:
         """Seconds until every member has sent each other one its share of its `num_bytes`."""
         return self._look("all_to_all", group, num_bytes)
 
+    def dispatch(self, group: Group, num_bytes: float, crossing_bytes: float) -> float:
+        """Seconds of an exchange of `num_bytes` of which only `crossing_bytes` leave the domain (each token once per domain)."""
+        local = self.cluster.ranks_per_domain(group.num_ranks, group.stride)
+        within = num_bytes * (1 - 1 / local) / self.intra_rate
+        latency = self.cluster.intra.latency_seconds + self.inter_latency * log2(max(1, group.num_ranks / local))
+        return max(within, crossing_bytes / self.inter_rate) + latency + self.efficiency.collective_seconds
+
     def send(self, group: Group, num_bytes: float) -> float:
         """Seconds until the next member of the group has `num_bytes`."""
         return self._look("send", group, num_bytes)

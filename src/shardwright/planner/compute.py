@@ -8,7 +8,7 @@ of keys, c bytes per activation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.hardware import Cluster
 from shardwright.planner.activations import micro_batch_tokens, residual_tokens
@@ -17,9 +17,9 @@ from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import LayerKind, ModelFacts, Product
 
 _PEAKS = {"fp8": "fp8", "nvfp4": "fp4"}
-_KERNELS_FORWARD, _KERNELS_BACKWARD = 22, 40
+_OPERATIONS_FORWARD, _OPERATIONS_BACKWARD = 22, 40
 """Operations of one block that the host starts one by one, in eager mode."""
-_COMPILED_KERNELS_SHARE = 0.5
+_COMPILED_OPERATIONS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,21 @@ class LayerSeconds:
     weight_gradient: float
     attention_forward: float
     attention_backward: float
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+    """What the host needs to start the operations of a pass, traffic's included."""
 
     @property
     def total(self) -> float:
         """Forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
+
+    def awaiting_host(self, traffic_forward: float, traffic_backward: float) -> LayerSeconds:
+        """The same on a device that waits for its host, where products and so many seconds of exposed traffic are done earlier."""
+        forward = max(self.forward, self.host_forward - traffic_forward)
+        backward = max(self.backward, self.host_backward - traffic_backward)
+        again = max(self.recompute, forward) if self.recompute >= self.forward else self.recompute
+        return replace(self, forward=forward, backward=backward, recompute=again)
 
 
 class Rates:
@@ -95,29 +105,38 @@ class Rates:
 
 
 def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: Rates) -> LayerSeconds:
-    """One layer of a kind, communication left out."""
+    """One layer of a kind; communication, and what moves weights rather than tokens (`weight_bytes`), left out."""
     efficiency = rates.efficiency
     forward = inputs = weights = 0.0
     for product, rows in _products(facts, kind, candidate):
         one, dx, dw = _product_seconds(product, rows, candidate, rates)
         times = _copies(facts, kind, product, candidate)
+        if product in kind.expert_products:
+            times /= efficiency.expert_share
         forward, inputs, weights = forward + times * one, inputs + times * dx, weights + times * dw
     if candidate.adapter is not None:
         weights = 0.0  # frozen matrices take no gradient; the adapters' own products are `rank` wide
         forward, inputs = forward * 1.03, inputs * 1.03
     attention_forward, attention_backward = _attention_seconds(facts, kind, candidate, rates)
     moved_forward, moved_backward = _moved_bytes(facts, kind, candidate)
-    if candidate.compile:
-        moved_forward, moved_backward = (x * efficiency.compiled_bytes_share for x in (moved_forward, moved_backward))
-    weight_forward, weight_backward = _weight_bytes(facts, kind, candidate)
+    moved_share = efficiency.bytes_share * (efficiency.compiled_bytes_share if candidate.compile else 1.0)
+    moved_forward, moved_backward = moved_forward * moved_share, moved_backward * moved_share
     light = rates.moved(moved_forward)
-    forward += attention_forward + light + rates.moved(weight_forward)
-    backward = inputs + weights + attention_backward + rates.moved(moved_backward + weight_backward)
-    host = efficiency.host_seconds * (_COMPILED_KERNELS_SHARE if candidate.compile else 1.0)
-    sparse = 1.6 if kind.shape.sparse else 1.0
-    forward, backward = max(forward, host * _KERNELS_FORWARD * sparse), max(backward, host * _KERNELS_BACKWARD * sparse)
+    forward += attention_forward + light
+    backward = inputs + weights + attention_backward + rates.moved(moved_backward)
+    host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
+    sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
     recompute = {"none": 0.0, "full": forward, "selective": light}[candidate.recompute]
-    return LayerSeconds(forward, backward, recompute, weights, attention_forward, attention_backward)
+    return LayerSeconds(
+        forward,
+        backward,
+        recompute,
+        weights,
+        attention_forward,
+        attention_backward,
+        host_forward=host * sparse * _OPERATIONS_FORWARD,
+        host_backward=host * sparse * _OPERATIONS_BACKWARD,
+    )
 
 
 def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[tuple[Product, float]]:
@@ -147,9 +166,9 @@ def _product_seconds(product: Product, rows: float, candidate: Candidate, rates:
     """Seconds of the product, of its input's gradient, and of its weight's."""
     tp = candidate.layout.tp
     num_in, num_out = float(product.num_in), float(product.num_out)
-    if product.cut in ("columns", "vocabulary"):
+    if product.cut in ("columns", "vocabulary", "expert_columns"):
         num_out /= tp
-    elif product.cut == "rows":
+    elif product.cut in ("rows", "expert_rows"):
         num_in /= tp
     return (
         rates.product(rows, num_out, num_in),
@@ -199,7 +218,7 @@ def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     return forward * size, backward * size
 
 
-def _weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+def weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
     """Bytes moved for weights rather than tokens: casts at use, copies out of gathers and into reductions, sums of gradients."""
     layout, size, master = candidate.layout, candidate.activation_bytes, candidate.master_bytes
     if candidate.adapter is not None:

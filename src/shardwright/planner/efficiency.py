@@ -23,6 +23,10 @@ class Efficiency:
     """Rows (tokens) at which a product runs at half of its best rate; tiles and waves that are not full."""
     n_half: float = 128.0
     k_half: float = 128.0
+    expert_share: float = 1.0
+    """Of a product's rate, what experts' products reach with routing, sorting and uneven sizes counted in."""
+    sparse_operations: float = 1.6
+    """Operations of a sparse layer over those of a dense one: what the host has to start."""
     attention_forward_share: float = 0.55
     """Of the dense peak, by the fused attention kernel's forward pass on long rows."""
     attention_backward_share: float = 0.42
@@ -30,6 +34,8 @@ class Efficiency:
     """Tokens of a row at which attention runs at half of its best rate."""
     memory_share: float = 0.80
     """Of the memory's bandwidth, by operations that only move bytes."""
+    bytes_share: float = 1.0
+    """Of the bytes that element-wise operations move one by one, what the trainer's kernels move: less where it fuses them."""
     compiled_bytes_share: float = 0.55
     """Of the bytes that element-wise operations move, what is left when the compiler has fused them."""
     kernel_seconds: float = 4e-6
@@ -42,6 +48,15 @@ class Efficiency:
     """Of the link between domains."""
     collective_seconds: float = 12e-6
     """Start of a collective, beyond the link's own latency."""
+    hop_seconds: float = 0.0
+    """Of a tensor-parallel collective, for each further member of its ring, beyond the link's latency; a ring over a network whose
+    sends are slow to start (EFA) pays it at every hop."""
+    pipelined_hop_seconds: float = 0.0
+    """The same on top where the ranks are also pipelined: sends between stages stand in the way of the rings."""
+    congested_gpus: int = 0
+    """Accelerators from which on a network no longer serves everybody at once; 0 is never."""
+    congestion_seconds: float = 0.0
+    """What each micro-batch then waits."""
     data_overlap: float = 0.90
     """Share of the traffic of gathers and reductions that may run beside compute."""
     tensor_overlap: float = 0.0

@@ -91,6 +91,10 @@ class ModelFacts:
         self.sample_parameters = self.sample.parameters()
         self.kinds = tuple(self._kind(slot, layer, counts[layer]) for slot, layer in enumerate(counts))
         self._held: dict[tuple[int, ...], HeldByPart] = {}
+        self.pipelines: dict[tuple[object, ...], object] = {}
+        """Kept by `planner.pipeline`."""
+        self.activations: dict[tuple[object, ...], object] = {}
+        """Kept by `planner.activations`."""
 
     def _kind(self, slot: int, layer: LayerShape, count: int) -> LayerKind:
         specs = [spec for spec in self.sample_parameters if spec.layer == slot]

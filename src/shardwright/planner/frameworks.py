@@ -20,13 +20,11 @@ class Framework:
     """One trainer: its engine, and its habits where a row is silent.
 
     `links` is what its published runs had between nodes, by accelerator generation, in words of the hardware catalogue.
-    `recompute` None: the least that fits, as its users set it. `virtual_stages`: whether its pipelines interleave where the row
-    does not say.
     """
 
     engine: Engine
     zero_stage: ZeroStage = 1
-    recompute: RecomputeKind | None = None
+    recompute: RecomputeKind = "none"
     recompute_of_shards: RecomputeKind | None = None
     """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
     flash_attention: bool = True
@@ -40,12 +38,22 @@ _MIXED = {"weight_bytes": 2.0, "master_bytes": 4.0, "casts_at_use": False}
 
 FRAMEWORKS: dict[str, Framework] = {
     "nanotron": Framework(
-        Engine("nanotron", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, keeps_gathered_sequence=False),
-        recompute="none",
+        # fp32 gradients are summed beside bf16 ones that live until the step.
+        Engine(
+            "nanotron",
+            **_MIXED,
+            gradient_bytes=6.0,
+            reduce_bytes=4.0,
+            whole_gradients=True,
+            keeps_gathered_sequence=False,
+            rotary_tensors=1.0,
+            norm_tensors=3.0,
+            logit_bytes=13.0,
+        ),
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": Framework(
-        Engine("megatron-core", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
+        Engine("megatron-core", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, node_dispatch=True),
     ),
     "megatron-lm": Framework(
         Engine("megatron-lm", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
@@ -61,24 +69,41 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "aleph": Framework(
-        Engine("aleph", **_MIXED, gradient_bytes=2.0, reduce_bytes=2.0, whole_gradients=True),
+        # Logits: the local and the gathered ones in bf16, fp32 copy, exponentials, gradient, and that in bf16 twice again.
+        Engine(
+            "aleph",
+            **_MIXED,
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            whole_gradients=True,
+            whole_logits=True,
+            logit_bytes=20.0,
+            gated_tensors=4.0,
+            rotary_tensors=2.0,
+            norm_tensors=5.0,
+        ),
         sequence_parallel=False,
-        recompute="none",
     ),
     "llm-foundry": Framework(
         Engine("llm-foundry", casts_at_use=True, gather_bytes=2.0, reduce_bytes=4.0),
         zero_stage=3,
-        recompute="none",
     ),
     "torchtitan": Framework(
-        Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0),
+        Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0, selective_share=0.58, logit_bytes=10.0),
         zero_stage=3,
         recompute="selective",
     ),
     "litgpt": Framework(
-        Engine("litgpt", weight_bytes=2.0, gradient_bytes=2.0, casts_at_use=False, gated_tensors=4.0, norm_tensors=3.0),
+        Engine(
+            "litgpt",
+            weight_bytes=2.0,
+            gradient_bytes=2.0,
+            casts_at_use=False,
+            gated_tensors=4.0,
+            norm_tensors=3.0,
+            loads_whole=True,
+        ),
         zero_stage=3,
-        recompute="none",
         recompute_of_shards="full",
         sequence_parallel=False,
     ),

@@ -8,6 +8,7 @@ that tell how a run ended) is blanked there, before anything reads it.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ NOTE_KEYS: dict[str, str] = {
     "fabric": r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
     "half_weights": r"(bf16-true)",
     "muon": r"(Muon)",
+    "release": r"\b(2\d\.\d\d)(?:\.\d+)? NeMo",
 }
 """What is read of `notes`: a kernel, a trainer and its settings, by patterns whose first group is the value."""
 
@@ -61,7 +63,7 @@ MemoryMetric = Literal["allocated", "reserved", "device"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row in the planner's terms. `recompute_stated` and `micro_batch_stated` False: the planner picks what fits best."""
+    """One row in the planner's terms. `micro_batch_stated` False: the planner picks the fastest that fits."""
 
     id: str
     source: str
@@ -70,7 +72,6 @@ class Case:
     candidate: Candidate
     cluster: Cluster
     metric: MemoryMetric = "device"
-    recompute_stated: bool = True
     micro_batch_stated: bool = True
     features: tuple[str, ...] = ()
     """Kernels and settings that have efficiencies of their own, in words of `efficiencies.yaml`."""
@@ -132,16 +133,14 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
     cluster = _cluster(row, framework)
     layout = _layout(row, framework, shape, cluster)
     micro = _whole(row, "micro_batch") or (_whole(row, "notes.local_batch") if layout.pp == 1 else None)
-    recompute = _recompute(row, framework)
     return Case(
         id=name,
         source=row["source_group"],
         framework=trainer,
         shape=shape,
-        candidate=_candidate(row, framework, layout, micro or 1, recompute or "none"),
+        candidate=_candidate(row, framework, layout, micro or 1, _recompute(row, framework)),
         cluster=cluster,
         metric=_metric(row["mem_metric"]),
-        recompute_stated=recompute is not None,
         micro_batch_stated=micro is not None,
         features=_features(row),
     )
@@ -195,7 +194,7 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=ep if (data * cp) % ep == 0 else 1,
+        ep=math.gcd(ep, data * cp),  # where experts also lie over the tensor-parallel ranks, tp cuts each of them instead
         zero_stage=stage,  # type: ignore[arg-type]
         sequence_parallel=sequence_parallel and tp > 1,
         schedule="interleaved_1f1b" if interleaved else "1f1b",
@@ -213,7 +212,7 @@ def _model_parallel(row: Mapping[str, str], cluster: Cluster) -> tuple[int, int]
     return tp or 1, pp or (product // tp if product and tp and product % tp == 0 else 1)
 
 
-def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind | None:
+def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind:
     stated = row["recompute"]
     if stated in ("none", "selective", "full"):
         return stated  # type: ignore[return-value]
@@ -251,6 +250,8 @@ def _engine(row: Mapping[str, str], framework: Framework) -> Engine:
     engine = framework.engine
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
+    if "RMS kernel" in row["notes.kernel"]:
+        engine = replace(engine, norm_tensors=2.0)  # one fused kernel keeps its input and its output
     if row["notes.gradients"] and engine.gradient_bytes:
         engine = replace(engine, gradient_bytes=4.0, reduce_bytes=4.0)
     return engine
@@ -272,6 +273,7 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
 def _features(row: Mapping[str, str]) -> tuple[str, ...]:
     named = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
     named.append("power_limited" if "power limited" in row["gpu"] else "")
+    named.append(f"nemo-{row['notes.release']}" if row["notes.release"] else "")
     return tuple(name for name in named if name)
 
 

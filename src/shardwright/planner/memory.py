@@ -70,6 +70,13 @@ def least_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> fl
     return standing.weights + standing.optimizer + standing.gradients
 
 
+def least_activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Bytes that one pass through a rank's layers keeps."""
+    return sum(
+        count * layer_activations(facts, kind, candidate).kept for kind, count in zip(facts.kinds, load.layers, strict=True) if count
+    )
+
+
 def _num_groups(candidate: Candidate) -> int:
     layout = candidate.layout
     degrees = (layout.pp, layout.dp_replicate, layout.fsdp if layout.zero_stage else 1, layout.cp, layout.tp, layout.ep)
@@ -132,6 +139,8 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
         elements = held.shard if layout.zero_stage == 3 else held.whole
         size = float(candidate.activation_bytes)
         frozen = elements * size
+        if candidate.engine.loads_whole and layout.zero_stage == 3:
+            frozen += held.whole * size
         if candidate.adapter.quantised:
             by_part = facts.held(layout)
             matrices = sum(layer.matrices * count for layer, count in zip(by_part.layers, load.layers, strict=True))
@@ -221,7 +230,8 @@ def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     hidden_gradient = tokens * shape.hidden_size * size
     weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
     if candidate.loss_chunk_tokens is None:
-        return tokens * vocab * candidate.engine.logit_bytes, weight * candidate.engine.logit_bytes * 0.0
+        seen = shape.vocab_size if candidate.engine.whole_logits else vocab
+        return tokens * seen * candidate.engine.logit_bytes, 0.0
     chunk = min(candidate.loss_chunk_tokens, tokens)
     plain = shape.logit_scale == 1.0 and shape.final_soft_cap is None
     wide = max(size, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import Candidate
@@ -12,7 +14,7 @@ from shardwright.planner.facts import ModelFacts, facts_of
 from shardwright.planner.memory import predict_memory
 from shardwright.planner.pipeline import PipelineShape, pipeline_of
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.step import StepCosts, predict_time
+from shardwright.planner.step import LayerCosts, StepCosts, predict_time
 
 
 def predict(shape: ModelShape, candidate: Candidate, cluster: Cluster, efficiency: Efficiency) -> Prediction:
@@ -43,26 +45,35 @@ class Predictor:
             found = self._rates[precision] = Rates(self.cluster, self.efficiency, precision)
         return found
 
+    @cached_property
+    def capacity(self) -> float:
+        """Bytes of one device that a run may plan to fill."""
+        profile = self.cluster.profile
+        return (self.cluster.accelerator.memory_bytes if profile is None else profile.memory_bytes) * self.efficiency.usable_share
+
+    def layer_costs(self, candidate: Candidate) -> LayerCosts:
+        """What a micro-batch costs the candidate's layers."""
+        return LayerCosts(self.facts, candidate, self.rates(candidate.precision), self.network)
+
     def memory(self, candidate: Candidate, pipeline: PipelineShape) -> MemoryParts:
         """Of the fullest rank."""
         loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
         return max(loads, key=lambda parts: parts.total)
 
-    def predict(self, candidate: Candidate, memory: MemoryParts | None = None) -> Prediction:
-        """Memory and time; `memory` where it is known already."""
+    def predict(
+        self, candidate: Candidate, memory: MemoryParts | None = None, layer_costs: LayerCosts | None = None
+    ) -> Prediction:
+        """Memory and time; `memory` and `layer_costs` where they are known already."""
         pipeline = pipeline_of(self.facts, candidate.layout, candidate.gradient_accumulation_steps)
         rates = self.rates(candidate.precision)
-        costs = StepCosts(self.facts, candidate, rates, self.network)
+        costs = StepCosts(self.facts, candidate, rates, self.network, layer_costs)
         flops = self.facts.model_flops_per_token(candidate.sequence_length, candidate.document_tokens)
-        capacity = self.cluster.accelerator.memory_bytes
-        if self.cluster.profile is not None:
-            capacity = self.cluster.profile.memory_bytes
         return Prediction(
             candidate=candidate,
             num_gpus=candidate.layout.world_size,
             memory=memory or self.memory(candidate, pipeline),
             time=predict_time(costs, pipeline),
-            memory_capacity_bytes=capacity * self.efficiency.usable_share,
+            memory_capacity_bytes=self.capacity,
             model_flops_per_step=flops * candidate.global_batch_tokens,
             peak_flops_per_second=rates.peak,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwright.planner.candidate import Candidate
@@ -34,7 +34,8 @@ class MemoryParts:
     @property
     def total(self) -> float:
         """Bytes of all parts: what the device's monitor shows."""
-        return float(sum(getattr(self, part.name) for part in fields(self)))
+        between = self.weights + self.gradients + self.optimizer
+        return between + self.activations + self.logits + self.gathered + self.workspaces + self.reserve + self.driver
 
     @property
     def reserved(self) -> float:
@@ -75,7 +76,7 @@ class TimeParts:
     @property
     def step(self) -> float:
         """Seconds of one optimizer step."""
-        return float(sum(getattr(self, part.name) for part in fields(self) if not part.name.startswith("hidden_")))
+        return self.compute + self.exposed + self.bubble + self.optimizer + self.overhead
 
     @property
     def exposed(self) -> float:

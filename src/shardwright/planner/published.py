@@ -53,12 +53,11 @@ def predict_case(case: Case, efficiencies: Efficiencies | None = None) -> Predic
 
 
 def choices(case: Case) -> Iterator[Candidate]:
-    """The row's candidate, with every recomputation and micro batch that it may have had."""
+    """The row's candidate; where it does not say the micro batch, with every one that it may have had."""
     stated = case.candidate
     per_rank = stated.micro_batch_size * stated.gradient_accumulation_steps
     sizes = [stated.micro_batch_size] if case.micro_batch_stated else [m for m in MICRO_BATCHES if per_rank % m == 0] or [1]
-    for recompute in (stated.recompute,) if case.recompute_stated else ("none", "selective", "full"):
-        for size in sizes:
-            steps = max(1, per_rank // size)
-            if not stated.layout.virtual_stages or steps % stated.layout.pp == 0:
-                yield replace(stated, recompute=recompute, micro_batch_size=size, gradient_accumulation_steps=steps)
+    for size in sizes:
+        steps = max(1, per_rank // size)
+        if not stated.layout.virtual_stages or steps % stated.layout.pp == 0:
+            yield replace(stated, micro_batch_size=size, gradient_accumulation_steps=steps)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import Network, groups_of
-from shardwright.planner.compute import LayerSeconds, Rates, end_seconds, layer_seconds, update_seconds
+from shardwright.planner.compute import LayerSeconds, Rates, end_seconds, layer_seconds, update_seconds, weight_bytes
+from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import Held, ModelFacts
 from shardwright.planner.memory import StageLoad, adapter_elements
 from shardwright.planner.pipeline import PipelineShape, StageSeconds, simulate
@@ -41,40 +43,63 @@ class _Passes:
         )
 
 
-class StepCosts:
-    """What one candidate's layers cost; shared by all of its stages."""
+class LayerCosts:
+    """What one micro-batch costs the layers and the ends: the part of a candidate's cost that neither pp, ZeRO nor accumulation changes."""
 
     def __init__(self, facts: ModelFacts, candidate: Candidate, rates: Rates, network: Network) -> None:
-        self.facts, self.candidate, self.rates, self.network = facts, candidate, rates, network
-        self.groups = groups_of(candidate.layout)
+        groups = groups_of(candidate.layout)
         self.layers: list[tuple[LayerSeconds, Traffic, Traffic]] = []
         for kind in facts.kinds:
             seconds = layer_seconds(facts, kind, candidate, rates)
-            self.layers.append((seconds, *layer_traffic(facts, kind, candidate, network, self.groups, seconds)))
+            going, coming = layer_traffic(facts, kind, candidate, network, groups, seconds)
+            self.layers.append((seconds.awaiting_host(going.exposed, coming.exposed), going, coming))
         self.embedding, self.head = end_seconds(facts, candidate, rates)
-        self.end_forward, self.end_backward = end_traffic(facts, candidate, network, self.groups)
+        self.end_forward, self.end_backward = end_traffic(facts, candidate, network, groups)
+        per_layer = [kind.count * seconds.total for kind, (seconds, _, _) in zip(facts.kinds, self.layers, strict=True)]
+        self.compute = sum(per_layer) + self.embedding + self.head
+        """Seconds of a micro-batch through the whole model, traffic left out."""
+        exposed = (kind.count * (go.exposed + come.exposed) for kind, (_, go, come) in zip(facts.kinds, self.layers, strict=True))
+        self.total = self.compute + sum(exposed) + (self.end_forward + self.end_backward if candidate.layout.tp > 1 else 0.0)
+        """The same with the traffic of tp, cp and ep."""
+        self.going = tuple(seconds.forward + going.exposed for seconds, going, _ in self.layers)
+        self.both = tuple(seconds.total + going.exposed + coming.exposed for seconds, going, coming in self.layers)
+        """Forward, and both passes, of a layer of each kind, with that traffic."""
+
+
+class StepCosts:
+    """What one candidate's layers cost; shared by all of its stages."""
+
+    def __init__(
+        self, facts: ModelFacts, candidate: Candidate, rates: Rates, network: Network, costs: LayerCosts | None = None
+    ) -> None:
+        self.facts, self.candidate, self.rates, self.network = facts, candidate, rates, network
+        self.groups = groups_of(candidate.layout)
+        self.costs = costs or LayerCosts(facts, candidate, rates, network)
+        self.waits = Traffic(tensor=_waits_in_pipeline(candidate.layout, network))
+        self.moving = [tuple(map(rates.moved, weight_bytes(facts, kind, candidate))) for kind in facts.kinds]
 
     def stage(self, layers: tuple[int, ...], *, embedding: bool, head: bool) -> _Passes:
         """One micro-batch through a stage with so many layers of each kind."""
         forward = backward = weights = 0.0
         traffic_forward = traffic_backward = NOTHING
-        for (seconds, going, coming), count in zip(self.layers, layers, strict=True):
+        costs = self.costs
+        for (seconds, going, coming), moving, count in zip(costs.layers, self.moving, layers, strict=True):
             if count:
-                forward += count * seconds.forward
-                backward += count * (seconds.backward + seconds.recompute)
+                forward += count * (seconds.forward + moving[0])
+                backward += count * (seconds.backward + seconds.recompute + moving[1])
                 weights += count * seconds.weight_gradient
                 if going is not NOTHING:
-                    traffic_forward += going * count
-                    traffic_backward += coming * count
+                    traffic_forward += going * count + self.waits * count
+                    traffic_backward += coming * count + self.waits * count
         if embedding:
-            forward, backward = forward + self.embedding / 2, backward + self.embedding / 2
+            forward, backward = forward + costs.embedding / 2, backward + costs.embedding / 2
         if head:
             # The loss makes its gradients in the forward pass; it is where the backward pass begins, so a schedule sees it there.
-            backward += self.head
+            backward += costs.head
         if self.candidate.layout.tp > 1:
             ends = (embedding + head) / 2
-            traffic_forward += Traffic(tensor=self.end_forward * ends)
-            traffic_backward += Traffic(tensor=self.end_backward * ends)
+            traffic_forward += Traffic(tensor=costs.end_forward * ends)
+            traffic_backward += Traffic(tensor=costs.end_backward * ends)
         return _Passes(forward, backward, weights, traffic_forward, traffic_backward)
 
 
@@ -106,13 +131,33 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape) -> TimeParts:
         data=parts.data,
         bubble=waiting - pipeline_exposed,
         optimizer=parts.optimizer,
-        overhead=network.efficiency.step_seconds + spent * network.efficiency.straggler_share * log2(nodes),
+        overhead=network.efficiency.step_seconds
+        + spent * network.efficiency.straggler_share * log2(nodes)
+        + _congestion(candidate, network.efficiency),
         hidden_tensor=parts.hidden_tensor,
         hidden_context=parts.hidden_context,
         hidden_expert=parts.hidden_expert,
         hidden_pipeline=max(0.0, 2 * num * send - pipeline_exposed) if pipeline.num_ranks > 1 else 0.0,
         hidden_data=parts.hidden_data,
     )
+
+
+_COLLECTIVES_OF_A_PASS = 4
+"""Of tensor parallelism in one direction through a layer: two before, two after its products."""
+
+
+def _waits_in_pipeline(layout: Layout, network: Network) -> float:
+    """Seconds that a layer's tensor-parallel collectives wait longer, in one direction, where the ranks are also pipelined."""
+    if layout.pp == 1 or layout.tp == 1:
+        return 0.0
+    return _COLLECTIVES_OF_A_PASS * (layout.tp - 1) * network.efficiency.pipelined_hop_seconds
+
+
+def _congestion(candidate: Candidate, efficiency: Efficiency) -> float:
+    """Seconds that the micro-batches of a step wait for a network that cannot serve so many."""
+    if not efficiency.congested_gpus or candidate.layout.world_size < efficiency.congested_gpus:
+        return 0.0
+    return (candidate.gradient_accumulation_steps + candidate.layout.pp - 1) * efficiency.congestion_seconds
 
 
 def _slowed(passes: _Passes, contention: float) -> _Passes:
@@ -142,8 +187,8 @@ def _rank_parts(costs: StepCosts, pipeline: PipelineShape, passes: list[_Passes]
     for each in mine:
         traffic = traffic + each.traffic_forward + each.traffic_backward
     load = pipeline.load_of(rank)
-    exposed, hidden = _data(costs, load, forward, backward)
-    owned = _owned(costs, load)
+    exposed, hidden = data_seconds(costs, load, forward, backward)
+    owned = owned_elements(costs, load)
     slowdown = costs.network.efficiency.contention * hidden
     return TimeParts(
         compute=num * (forward + backward),
@@ -181,7 +226,7 @@ def _held(costs: StepCosts, load: StageLoad) -> tuple[Held, Held, Held]:
     return layers, group * min(costs.candidate.layout.wrap_blocks, max(1, sum(load.layers))), ends
 
 
-def _owned(costs: StepCosts, load: StageLoad) -> float:
+def owned_elements(costs: StepCosts, load: StageLoad) -> float:
     """Parameters that the rank updates."""
     zero = costs.candidate.layout.zero_stage
     if costs.candidate.adapter is not None:
@@ -191,7 +236,7 @@ def _owned(costs: StepCosts, load: StageLoad) -> float:
     return layers.shard + ends.shard if zero >= 1 else layers.whole + ends.whole
 
 
-def _data(costs: StepCosts, load: StageLoad, forward: float, backward: float) -> tuple[float, float]:
+def data_seconds(costs: StepCosts, load: StageLoad, forward: float, backward: float) -> tuple[float, float]:
     """Seconds of the data ranks' traffic in a step: exposed, and hidden behind compute.
 
     Forward passes hide gathers; backward passes hide gathers and reductions. What is first gathered and what is last reduced has

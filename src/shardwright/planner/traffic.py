@@ -15,7 +15,7 @@ Recomputation repeats what lies inside a block's forward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shardwright.planner.activations import micro_batch_tokens
 from shardwright.planner.candidate import Candidate
@@ -46,10 +46,24 @@ class Traffic:
         return self.hidden_tensor + self.hidden_context + self.hidden_expert
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+        return Traffic(
+            self.tensor + other.tensor,
+            self.context + other.context,
+            self.expert + other.expert,
+            self.hidden_tensor + other.hidden_tensor,
+            self.hidden_context + other.hidden_context,
+            self.hidden_expert + other.hidden_expert,
+        )
 
     def __mul__(self, times: float) -> Traffic:
-        return Traffic(*(getattr(self, part.name) * times for part in fields(self)))
+        return Traffic(
+            self.tensor * times,
+            self.context * times,
+            self.expert * times,
+            self.hidden_tensor * times,
+            self.hidden_context * times,
+            self.hidden_expert * times,
+        )
 
 
 NOTHING = Traffic()
@@ -101,10 +115,11 @@ def _tensor(facts: ModelFacts, candidate: Candidate, network: Network, group: Gr
     if group.num_ranks == 1:
         return 0.0, 0.0
     size = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+    hops = network.efficiency.hop_seconds * (group.num_ranks - 1)
     if not candidate.layout.sequence_parallel:
-        once = 2 * network.all_reduce(group, size)
+        once = 2 * (network.all_reduce(group, size) + 2 * hops)
         return once, once
-    gather, scatter = network.all_gather(group, size), network.reduce_scatter(group, size)
+    gather, scatter = network.all_gather(group, size) + hops, network.reduce_scatter(group, size) + hops
     again = 0.0 if candidate.engine.keeps_gathered_sequence else 2 * gather
     return 2 * (gather + scatter), 2 * (gather + scatter) + again
 
@@ -152,8 +167,18 @@ def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: N
     experts = facts.shape.experts
     if group.num_ranks == 1 or experts is None or not kind.shape.sparse:
         return 0.0
+    per_row = facts.shape.hidden_size * candidate.activation_bytes
     rows = micro_batch_tokens(candidate) * experts.experts_per_token
-    return 2 * network.all_to_all(group, rows * facts.shape.hidden_size * candidate.activation_bytes)
+    if not candidate.engine.node_dispatch:
+        return 2 * network.all_to_all(group, rows * per_row)
+    domains = group.num_ranks / network.cluster.ranks_per_domain(group.num_ranks, group.stride)
+    # A token goes once to each domain that holds one of its experts: those that k draws hit, or those of the groups it may choose.
+    visited = domains * (1 - (1 - 1 / domains) ** experts.experts_per_token)
+    allowed = max(experts.groups_per_token * domains / experts.num_groups, min(domains, experts.groups_per_token))
+    if experts.num_groups > 1:
+        visited = min(visited, allowed)
+    crossing = micro_batch_tokens(candidate) * visited * (domains - 1) / domains * per_row
+    return 2 * network.dispatch(group, rows * per_row, crossing)
 
 
 @dataclass(frozen=True)

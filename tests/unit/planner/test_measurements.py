@@ -81,14 +81,15 @@ def test_a_row_becomes_layout_batch_cluster_and_trainer() -> None:
     assert case.cluster.name == "8 x 8xA100-80GB-SXM over ib200"
     assert case.features == ("flash_attention2 + RMS kernel",)
     assert case.framework == "megatron-core", "a cut model whose trainer is not named is taken as Megatron's"
-    assert case.recompute_stated
     assert case.micro_batch_stated
 
 
-def test_what_is_not_stated_is_left_to_the_planner() -> None:
+def test_what_is_not_stated_follows_the_trainers_habits_or_is_left_to_the_planner() -> None:
     case = read_case("x", configuration(ROW | {"recompute": "unknown", "micro_batch": "", "zero_stage": "unknown"}))
-    assert not case.recompute_stated
     assert not case.micro_batch_stated
+    assert case.candidate.recompute == "none"
+    old = ROW | {"recompute": "", "notes": "Megatron+DeepSpeed 3D"}
+    assert read_case("x", configuration(old)).candidate.recompute == "full"
     assert case.candidate.layout.zero_stage == 1, "Megatron's distributed optimizer"
     assert case.candidate.global_batch_size == 512
 
