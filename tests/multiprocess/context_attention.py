@@ -6,7 +6,9 @@ Legend: B sequences, T tokens, H query heads, K key/value heads, E head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from shardwright.layout.context import chunks_of, num_chunks
 from shardwright.model.dropout import Dropout, DropoutKey
-from shardwright.parallel.blocks import Scores
+from shardwright.parallel.blocks import CpuFlash, Scores
 from shardwright.parallel.ring import RowAttention, attend_row
 from shardwright.parallel.sight import Row
 from shardwright.parallel.ulysses import to_heads, to_tokens
@@ -135,3 +137,76 @@ def _attend(sample: Sample, method: str, leaves: list[Tensor], group: Any, row: 
     how = replace(how, group=None, chunks=((0,),), row=whole, scores=sample.scores(torch.arange(sample.tokens), first))
     mine = sinks[first : first + heads] if sample.sinks else None
     return to_tokens(attend_row(*to_heads((q, k, v), group), mine, how), group)
+
+
+def order_on_ranks(method: str) -> list[str]:
+    """What forward and backward issue, compute and wait for, in order; repetitions are told once."""
+    told: list[str] = []
+    passes = 0
+
+    class Logged:
+        def __init__(self, works: list[Any], number: int) -> None:
+            self.works, self.number = works, number
+
+        def wait(self) -> None:
+            told.append(f"wait {self.number}")
+            for work in self.works:
+                work.wait()
+
+    def send(operations: list[Any], original: Any = dist.batch_isend_irecv) -> list[Logged]:
+        nonlocal passes
+        told.append(f"send {passes}")
+        passes += 1
+        return [Logged(original(operations), passes - 1)]
+
+    def gather(*arguments: Any, original: Any = dist.all_gather_into_tensor, **options: Any) -> Logged:
+        nonlocal passes
+        first = not told or not told[-1].startswith("send")  # keys and values are one pass
+        passes += first
+        told.append(f"send {passes - 1}")
+        return Logged([original(*arguments, **options)], passes - 1)
+
+    def scatter(*arguments: Any, original: Any = dist.reduce_scatter_tensor, **options: Any) -> None:
+        told.append("reduce-scatter")
+        original(*arguments, **options)
+
+    def compute(name: str) -> Any:
+        original = getattr(CpuFlash, name)
+
+        def logged(self: CpuFlash, *arguments: Any) -> Any:
+            told.append("compute")
+            return original(self, *arguments)
+
+        return patch.object(CpuFlash, name, logged)
+
+    parts = []
+    with (
+        patch.object(dist, "batch_isend_irecv", send),
+        patch.object(dist, "all_gather_into_tensor", gather),
+        patch.object(dist, "reduce_scatter_tensor", scatter),
+        compute("forward"),
+        compute("backward"),
+    ):
+        out = _own_attention(Sample(), method)
+        parts.append(list(told))
+        told.clear()
+        out.sum().backward()
+        parts.append(list(told))
+    return [", ".join(word for word, _ in groupby(part)) for part in parts]
+
+
+def blocks_on_ranks(sample: Sample) -> int:
+    """How many blocks a rank computes in a forward pass."""
+    with patch.object(CpuFlash, "forward", autospec=True, side_effect=CpuFlash.forward) as forward:
+        _own_attention(sample, "ring")
+    return forward.call_count
+
+
+def _own_attention(sample: Sample, method: str) -> Tensor:
+    group = dist.group.WORLD
+    assert group is not None
+    chunks = chunks_of(method, group.size())  # type: ignore[arg-type]
+    row = Row.of(sample.tokens, num_chunks(method, group.size()), None)  # type: ignore[arg-type]
+    places = row.places(chunks[dist.get_rank()], torch.device("cpu"))
+    leaves = [part[:, :, places].requires_grad_() for part in sample.inputs()[:3]] + [torch.zeros(sample.heads)]
+    return _attend(sample, method, leaves, group, row, chunks, places)

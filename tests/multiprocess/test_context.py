@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwright.architecture import shape_of
+from shardwright.config.schema import PrecisionSection
+from shardwright.data.loader import MicroBatch
+from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import Layout
+from shardwright.model import KeyValueCache
+from shardwright.train.step import accumulate_gradients
 from shardwright.verify.cases import Case
 from shardwright.verify.matrix import verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
 from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_layouts import SEED, TOKENS, build
 
-DOCUMENTS = Case(accumulation=2)
+METHODS = ("ring", "all_gather", "ulysses")
 PLAIN = Case(accumulation=1, documents=False)
+DOCUMENTS = Case(accumulation=2)
 DROPPING = Case(accumulation=1, recompute="full", dropout=True)
 SELECTIVE = Case(accumulation=2, recompute="selective", tied=True)
 
@@ -33,76 +42,143 @@ LONGROPE = {
     "model_type": "phi3",
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 3.0]},
     "original_max_position_embeddings": 8,
-    "partial_rotary_factor": 1.0,
     "pad_token_id": 0,
 }
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "mistral": MISTRAL, "gemma2": GEMMA2, "longrope": LONGROPE}
 
 
-def hold(
-    ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, *, tokens: int = 24, dtypes: Any = ("float64",), **changes: Any
-) -> None:
-    recipe = recipe_of(config, **changes)
-    report = verify(recipe, shape_of(recipe), [layout], [case], dtypes, sequence_length=tokens, pool=ranks)
-    for cell in report.cells:
-        assert cell.failure is None, cell.failure
-        assert cell.passed, [finding for finding in cell.findings if not finding.passed]
+class Cell(NamedTuple):
+    """A model under a layout in one way of computing."""
+
+    model: str
+    layout: Layout
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.layout}-{self.case}"
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-@pytest.mark.parametrize(
-    ("config", "case"),
-    [
-        (LLAMA, DOCUMENTS),
-        (LLAMA, DROPPING),
-        (GPT2, DROPPING),
-        (GPT2, SELECTIVE),
-        (QWEN3, SELECTIVE),
-        (MISTRAL, DOCUMENTS),
-        (MISTRAL, PLAIN),
-        (GEMMA2, SELECTIVE),
-        (GEMMA2, PLAIN),
-        (LONGROPE, DOCUMENTS),
-    ],
-    ids=str,
-)
-def test_kinds(ranks: RankPool, method: Any, config: Any, case: Case) -> None:
-    hold(ranks, config, Layout(cp=2, cp_method=method, zero_stage=2), case, dtypes=("float64", "float32"))
+def cell(model: str, method: Any, case: Case, **degrees: Any) -> Cell:
+    return Cell(model, Layout(**{"cp": 2, "cp_method": method, **degrees}), case)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(cp=2, zero_stage=0),
-        Layout(cp=2, zero_stage=1),
-        Layout(cp=2, zero_stage=2),
-        Layout(cp=2, zero_stage=3),
-        Layout(cp=2, dp_replicate=2),
-        Layout(cp=2, dp_shard=2, zero_stage=1),
-        Layout(cp=2, dp_shard=2, zero_stage=3),
-        Layout(cp=2, dp_replicate=2, zero_stage=3),
-        Layout(cp=4),
-        Layout(cp=4, zero_stage=3),
-        Layout(cp=3, zero_stage=2),
-    ],
-    ids=str,
-)
-def test_layouts(ranks: RankPool, method: Any, layout: Layout) -> None:
-    from dataclasses import replace
-
-    if method == "ulysses" and layout.cp == 3:
-        return
-    hold(ranks, LLAMA, replace(layout, cp_method=method), DOCUMENTS, dtypes=("float64", "float32"))
-
-
-@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-@pytest.mark.parametrize(("config", "layout"), [(GPT2, Layout(cp=4)), (GEMMA2, Layout(cp=4, zero_stage=3))])
-def test_drop(ranks: RankPool, method: Any, config: Any, layout: Layout) -> None:
-    from dataclasses import replace
-
-    hold(ranks, config, replace(layout, cp_method=method), DROPPING)
+SOME = [
+    # Every method, stage, number of ranks and kind of attention; `LONG` has their products.
+    cell("llama", "ring", DOCUMENTS, zero_stage=2),
+    cell("llama", "all_gather", SELECTIVE),
+    cell("llama", "ulysses", DROPPING, cp=4),
+    cell("llama", "ring", DROPPING, cp=4, zero_stage=3),
+    cell("llama", "all_gather", DOCUMENTS, cp=3, zero_stage=1),
+    cell("llama", "ulysses", DOCUMENTS, dp_shard=2, zero_stage=1),
+    cell("llama", "ring", PLAIN, dp_replicate=2),
+    cell("llama", "all_gather", DROPPING, dp_replicate=2, zero_stage=3),
+    cell("gpt2", "ring", SELECTIVE),
+    cell("gpt2", "ulysses", DROPPING, zero_stage=3),
+    cell("mistral", "all_gather", PLAIN, zero_stage=2),
+    cell("gemma2", "ring", SELECTIVE, zero_stage=1),
+    cell("gemma2", "ulysses", PLAIN),
+    cell("longrope", "ring", DOCUMENTS),
+]
+LONG = [
+    *(cell(model, method, case, zero_stage=2) for model in MODELS for method in METHODS for case in (PLAIN, SELECTIVE, DROPPING)),
+    *(cell("llama", method, case, zero_stage=stage) for method in METHODS for case in (DOCUMENTS, DROPPING) for stage in range(4)),
+    *(cell("llama", method, DOCUMENTS, dp_replicate=2, zero_stage=stage) for method in METHODS for stage in (0, 1, 3)),
+    *(cell("llama", method, DOCUMENTS, dp_shard=2, zero_stage=stage) for method in METHODS for stage in (1, 2, 3)),
+    *(cell("llama", method, DOCUMENTS, cp=4, zero_stage=stage) for method in METHODS for stage in (0, 3)),
+]
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-def test_explicit(ranks: RankPool, method: Any) -> None:
-    hold(ranks, LLAMA, Layout(cp=2, cp_method=method), DOCUMENTS, model={"attention": "explicit"})
+@pytest.mark.parametrize("cell", [*SOME, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG)], ids=str)
+def test_gradients_are_those_of_one_process(ranks: RankPool, cell: Cell) -> None:
+    recipe = recipe_of(MODELS[cell.model])
+    report = verify(recipe, shape_of(recipe), [cell.layout], [cell.case], ["float64"], sequence_length=24, pool=ranks)
+    failed = [(result.failure, [f for f in result.findings if not f.passed]) for result in report.cells if not result.passed]
+    assert not failed
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_and_attention_spelled_out(ranks: RankPool, method: Any) -> None:
+    for kind in ("auto", "explicit"):
+        recipe = recipe_of(LLAMA, model={"attention": kind})
+        layout = Layout(cp=2, cp_method=method)
+        report = verify(recipe, shape_of(recipe), [layout], [DOCUMENTS], ["float32"], sequence_length=24, pool=ranks)
+        assert report.passed
+
+
+def loss_of_supervised_places(layout: Layout, places: slice) -> tuple[float, float]:
+    """Loss and gradient norm of a step that supervises some places of the rows only."""
+    model = build(layout, PrecisionSection(kind="fp64"))
+    labels_BT = torch.full((2, TOKENS), -100)
+    labels_BT[:, places] = 7
+    ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS) % LLAMA["vocab_size"]
+    batch = MicroBatch(
+        ids_BT, labels_BT, torch.arange(TOKENS).expand(2, TOKENS), None, torch.arange(2), int((labels_BT >= 0).sum())
+    )
+    loss = accumulate_gradients(model, [batch], seed=SEED, step=0)
+    gradients = [model.full_gradient(name) for name, _ in model.named_parameters()]
+    return loss.mean(), float(torch.stack([g.double().norm() for g in gradients if g is not None]).norm())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_without_a_supervised_token(ranks: RankPool, method: Any) -> None:
+    """The first chunk is rank 0's under every method; of two ranks the other has nothing to learn from."""
+    (expected,) = ranks.run(1, loss_of_supervised_places, Layout(), slice(0, 3))
+    for got in ranks.run(2, loss_of_supervised_places, Layout(cp=2, cp_method=method), slice(0, 3)):
+        assert got == pytest.approx(expected, rel=1e-12)
+
+
+def evaluated(layout: Layout) -> float:
+    """Summed loss of two rows without gradients."""
+    model = build(layout, PrecisionSection(kind="fp64"))
+    model.decoder.eval()
+    ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS)
+    with model.evaluating() as module:
+        return float(model.sum_over_data(module(ids_BT, labels_BT=ids_BT).double()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation(ranks: RankPool, method: Any) -> None:
+    (expected,) = ranks.run(1, evaluated, Layout())
+    assert ranks.run(2, evaluated, Layout(cp=2, cp_method=method, zero_stage=3)) == pytest.approx([expected] * 2, rel=1e-12)
+
+
+def generate_on_ranks() -> None:
+    model = build(Layout(cp=2), PrecisionSection())
+    cache = KeyValueCache(model.decoder.shape, 1, TOKENS, dtype=torch.float32, device="cpu")
+    model.decoder(torch.arange(4)[None], cache=cache)
+
+
+def test_caches_are_refused() -> None:
+    with RankPool() as pool, pytest.raises(RankFailed, match="generation keeps whole rows") as caught:
+        pool.run(2, generate_on_ranks)
+    assert isinstance(caught.value.__cause__, LayoutError)
+
+
+def rows_of_odd_length(layout: Layout) -> None:
+    build(layout, PrecisionSection()).module(torch.arange(7)[None], labels_BT=torch.arange(7)[None])
+
+
+def test_a_row_that_does_not_come_apart_is_refused_whatever_the_recipe_said() -> None:
+    with RankPool() as pool, pytest.raises(RankFailed, match=r"7 tokens do not divide by 2 x cp = 4.* 4 or 8"):
+        pool.run(2, rows_of_odd_length, Layout(cp=2, cp_method="ring"))
+
+
+def compiled_gradients(layout: Layout) -> float:
+    """Gradient norm of a step in which every block is compiled."""
+    model = build(layout, PrecisionSection(kind="fp64"))
+    model.decoder.compile_blocks()
+    ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS)
+    loss = model.module(ids_BT, labels_BT=ids_BT)
+    loss.backward()
+    model.finish_gradients()
+    gradients = [model.full_gradient(name) for name, _ in model.named_parameters()]
+    dist.barrier() if dist.is_initialized() else None
+    return float(torch.stack([g.double().norm() for g in gradients if g is not None]).norm())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_blocks(ranks: RankPool, method: Any) -> None:
+    (expected,) = ranks.run(1, compiled_gradients, Layout(), timeout_seconds=280)
+    got = ranks.run(2, compiled_gradients, Layout(cp=2, cp_method=method), timeout_seconds=280)
+    assert got == pytest.approx([expected] * 2, rel=1e-10)

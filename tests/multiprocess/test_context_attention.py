@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.multiprocess.context_attention import Sample, dense, on_ranks
+from tests.multiprocess.context_attention import Sample, blocks_on_ranks, dense, on_ranks, order_on_ranks
 from tests.multiprocess.pool import RankPool
 
 SAMPLES = [
@@ -44,3 +44,21 @@ def test_output_and_gradients_equal_dense_attention(ranks: RankPool, num_ranks: 
                 # A sink's gradient is a sum over all tokens whose terms nearly cancel.
                 allowed = 3 * tolerance if name == "dsinks" else tolerance
                 assert error <= allowed, f"{name} of {dtype}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("num_ranks", "method"), [(3, "ring"), (2, "all_gather")])
+def test_passes_are_under_way_while_attention_computes(ranks: RankPool, num_ranks: int, method: str) -> None:
+    """What comes is asked for before the block that hides it is computed, and waited for after it, forward and backward."""
+    forward = "send 0, compute, wait 0, send 1, compute, wait 1, compute"
+    # Keys and values are passes 2 and 4; what they are owed are 3, 5 and 6, one step behind, the last one home.
+    backward = "send 2, compute, send 3, wait 2, send 4, compute, wait 3, send 5, wait 4, compute, wait 5, send 6, wait 6"
+    if method == "all_gather":
+        forward, backward = "send 0, compute, wait 0, compute", "send 1, compute, wait 1, compute, reduce-scatter"
+    for got in ranks.run(num_ranks, order_on_ranks, method):
+        assert got == [forward, backward]
+
+
+def test_blocks_that_no_query_sees_are_not_computed(ranks: RankPool) -> None:
+    """A window of 4 in chunks of 6: of 3 x 2 chunks of keys, each rank's 2 of queries see themselves and the one before."""
+    for rank, got in enumerate(ranks.run(2, blocks_on_ranks, Sample(window=4))):
+        assert got == (3 if rank == 0 else 4)

@@ -71,6 +71,14 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["--nproc", "2", "--set", "training.sequence_length=64"],
         ["training.sequence_length", "64", "at most 32"],
     ),
+    "a row that context ranks cannot cut": (
+        ["--nproc", "2", "--layout", "cp=2,cp_method=ring", "--set", "training.sequence_length=30"],
+        ["training.sequence_length", "30 tokens", "multiple of 4", "28 or 32"],
+    ),
+    "heads that context ranks cannot cut": (
+        ["--nproc", "4", "--layout", "cp=4,cp_method=ulysses"],
+        ["layout.cp", "2 heads do not divide by 4", "nearest degree that works is 2"],
+    ),
     "a tokenizer that does not fit its model": (
         ["--nproc", "2", "--set", "model.config.vocab_size=5"],
         ["model.vocab_size", "token id 13", "vocab_size of 5"],

@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from shardwright import placement
 from shardwright.architecture import ExpertShape, LatentShape, ModelShape
 from shardwright.config import Recipe
 from shardwright.data.fit import prepare_for_model
@@ -14,8 +15,13 @@ from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
 from shardwright.model.load import WeightsFolder
 from shardwright.model.routing import resolve_rules
-from shardwright.placement import check_built
 from shardwright.plan import Plan, count_steps, resolve
+
+FIXED_TRAINING = (
+    "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "batch_scaling", "base_batch_size",
+    "weight_decay", "max_grad_norm",
+)  # fmt: skip
+"""Of the recipe's training section, what a resumed run has in common with the run that saved; its length may change."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Checked:
             "optimizer": recipe.optimizer.model_dump(mode="json"),
             "precision": recipe.precision.kind,
             "freeze": sorted(self.frozen),
+            "training": recipe.training.model_dump(mode="json", include=set(FIXED_TRAINING)),
         }
 
 
@@ -59,8 +66,9 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         InputError: the first thing that is wrong, by field.
     """
     plan = resolve(recipe, world_size)
-    check_built(plan.layout)
+    placement.check_built(plan.layout)
     shape, data = prepare_for_model(recipe, progress=progress)
+    placement.check(shape, plan.layout, plan.batch.sequence_length)
     if recipe.model.pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape)
