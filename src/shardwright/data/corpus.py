@@ -61,7 +61,7 @@ class Records(NamedTuple):
             field=field,
             got=f"{self.num_broken} of {self.num_records} broken, {self.broken_fraction:.1%}",
             allowed=f"{max_broken_fraction:.1%}, data.max_broken_fraction",
-            remedy="Set text_field of the source to the field that holds the text"
+            remedy="Set text_field of the source to the field that holds the text, or its `records` and `columns`"
             if self.broken[0].reason.startswith("no field")
             else "Mend them, or raise data.max_broken_fraction to set them aside",
         )

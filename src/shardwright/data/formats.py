@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.data.conversation import CONTENT_KEYS, ROLE_KEYS, Unsupported, Unusable, read_conversation
+from shardwright.data.conversation import ROLE_KEYS, Unsupported, Unusable, read_conversation
 from shardwright.errors import DataError
 
 ALPACA_PROMPT = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
@@ -133,18 +133,17 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
     Raises:
         DataError: two kinds or two columns fit, a named column belongs to no kind or is absent.
     """
-    columns = {name for row in rows for name, value in row.items() if value is not None}
     candidates = [asked] if asked != "auto" else [kind for kind in KINDS if set(named) <= set(KINDS[kind].columns)]
     if any(role not in KINDS[kind].columns for kind in candidates for role in named) or not candidates:
         allowed = "; ".join(f"{kind}: {', '.join(KINDS[kind].columns)}" for kind in (candidates or KINDS))
         raise DataError("no such column of these records", field=f"{where}.columns", got=", ".join(named), allowed=allowed)
+    columns = {name for row in rows for name in _present(row)}
     if rows and (absent := [name for name in named.values() if name not in columns]):
         raise DataError("no such column", field=f"{where}.columns", got=absent[0], allowed=", ".join(sorted(columns)))
-    fitting = [kind for kind in candidates if kind != "text" and _fits(kind, columns, named, rows, strict=asked == "auto")]
-    if not fitting:
-        if asked not in ("auto", "text"):
-            return Records(asked, _choose_columns(asked, columns, named, where))
-        return text_records(named.get("text", text_field))
+    # Where a file is mixed, what most records are is what it is meant to be; the others are told of, one by one.
+    mine = {kind: [row for row in rows if _fits(kind, row, named, asked)] for kind in candidates if kind != "text"}
+    most = max(map(len, mine.values()), default=0)
+    fitting = [kind for kind, found in mine.items() if most and len(found) == most]
     if len(fitting) > 1:
         raise DataError(
             "the records could be of several kinds",
@@ -153,23 +152,33 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
             allowed=", ".join(fitting),
             remedy="Say which in `records`",
         )
-    return Records(fitting[0], _choose_columns(fitting[0], columns, named, where))
+    if not fitting and asked in ("auto", "text"):
+        return text_records(named.get("text", text_field))
+    kind = fitting[0] if fitting else asked
+    there = {name for row in mine[kind] or rows for name in _present(row)}
+    return Records(kind, _choose_columns(kind, there, named, where))
 
 
-def _fits(kind: str, columns: set[str], named: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, strict: bool) -> bool:
-    def present(role: str) -> bool:
-        return role in named or any(name in columns for name in KINDS[kind].columns[role])
+def _present(row: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in row.items() if value is not None}
 
-    if not all(present(role) for role in KINDS[kind].required):
+
+def _fits(kind: str, row: Mapping[str, Any], named: Mapping[str, str], asked: str) -> bool:
+    """Whether a record has the columns of a kind; messages and ShareGPT differ in what a turn calls its role."""
+    present = _present(row)
+
+    def column(role: str) -> str | None:
+        names = (named[role],) if role in named else KINDS[kind].columns[role]
+        return next((name for name in names if name in present), None)
+
+    if not all(column(role) for role in KINDS[kind].required):
         return False
-    if kind not in ("messages", "sharegpt") or not strict:
+    if kind not in ("messages", "sharegpt") or asked == kind:
         return True
-    column = named.get("messages") or next(name for name in KINDS[kind].columns["messages"] if name in columns)
-    turn = next((row[column][0] for row in rows if isinstance(row.get(column), list) and row[column]), None)
-    if not isinstance(turn, dict):
-        return kind == "messages"
-    own = (ROLE_KEYS[0], CONTENT_KEYS[0]) if kind == "messages" else (ROLE_KEYS[1], CONTENT_KEYS[1])
-    return own[0] in turn or (kind == "messages" and ROLE_KEYS[1] not in turn)
+    turns = row[column("messages") or ""]
+    turn = turns[0] if isinstance(turns, list) and turns else None
+    theirs = isinstance(turn, dict) and ROLE_KEYS[1] in turn and ROLE_KEYS[0] not in turn
+    return theirs == (kind == "sharegpt")
 
 
 def _choose_columns(kind: str, columns: set[str], named: Mapping[str, str], where: str) -> tuple[tuple[str, str], ...]:
@@ -261,7 +270,7 @@ def _read_completion(row: _Given) -> tuple[str, Any]:
     if isinstance(prompt, list) and isinstance(completion, list):  # both conversations, as TRL has them
         asked = [{**turn, "loss_weight": 0} if isinstance(turn, dict) else turn for turn in prompt]
         return "chat", read_conversation([*asked, *completion], row.get("tools"))
-    return "completion", {"prompt": row.string("prompt"), "completion": row.string("completion")}
+    return "completion", {"prompt": row.string("prompt", optional=True), "completion": row.string("completion")}
 
 
 def _read_tokens(row: _Given) -> tuple[str, Any]:

@@ -31,6 +31,15 @@ class MicroBatch:
     sample_indices_B: torch.Tensor
     num_supervised: int
 
+    def arguments(self) -> dict[str, torch.Tensor | None]:
+        """What a decoder is called with for this batch's loss, by name."""
+        return {
+            "input_ids_BT": self.input_ids_BT,
+            "positions_BT": self.positions_BT,
+            "document_ids_BT": self.document_ids_BT,
+            "labels_BT": self.labels_BT,
+        }
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same batch on a device; copies from pinned memory do not block."""
 

@@ -50,6 +50,13 @@ def test_kinds_are_found_by_their_columns(row: dict[str, Any], kind: str, column
     assert (found.kind, dict(found.columns)) == (kind, columns)
 
 
+def test_what_most_records_are_is_the_kind_of_all() -> None:
+    rows = [{"messages": turns("a", "b")}, {"instruction": "a", "output": "b"}, {"messages": turns("c", "d"), "tools": []}]
+    assert look(*rows) == Records("messages", (("messages", "messages"), ("tools", "tools")))
+    with pytest.raises(DataError, match=r"several kinds.*messages, alpaca"):
+        look(*rows[:2])
+
+
 def test_named_columns_decide() -> None:
     row = {"q": "what", "solution": "that", "text": "other"}
     found = look(row, named={"prompt": "q", "response": "solution"})

@@ -1,0 +1,109 @@
+"""Sources mixed by weight: a function of seed, index and epoch; every sample of a part once before any twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.config.load import validate_recipe
+from shardwright.data.dataset import WindowDataset
+from shardwright.data.mix import MixedDataset, apportion
+from shardwright.data.order import SampleOrder
+from shardwright.data.prepare import prepare
+from shardwright.errors import RecipeError
+from tests.unit.data.recipes import recipe_of, write_json_lines, write_text
+
+
+def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> MixedDataset:
+    """Parts of one-token windows; the tokens of part i lie around 1000 x i."""
+    parts = [WindowDataset(np.arange(1000 * i, 1000 * i + n + 1, dtype=np.uint16), 1, whole=True) for i, n in enumerate(sizes)]
+    return MixedDataset(tuple(parts), tuple(weights), seed)
+
+
+@given(total=st.integers(0, 1000), weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
+def test_shares_add_up_and_are_nearest(total: int, weights: list[float]) -> None:
+    found = apportion(total, weights)
+    assert sum(found) == total
+    for part, weight in zip(found, weights, strict=True):
+        assert abs(part - total * weight / sum(weights)) <= 1 + 1e-9
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    data=st.data(),
+    seed=st.integers(0, 2**40),
+)
+@settings(max_examples=30)
+def test_each_part_goes_round_whole_before_it_repeats(sizes: list[int], data: st.DataObject, seed: int) -> None:
+    weights = [data.draw(st.floats(0.05, 10)) for _ in sizes]
+    dataset = mixed(sizes, weights, seed)
+    drawn: list[list[int]] = [[] for _ in sizes]
+    for epoch in range(4):
+        here = Counter()
+        for index in range(len(dataset)):
+            part, inner, _ = dataset.locate(index, epoch)
+            assert dataset.sample(index, epoch).input_ids[0] == 1000 * part + inner
+            drawn[part].append(inner)
+            here[part] += 1
+        assert tuple(here[part] for part in range(len(sizes))) == apportion(sum(sizes), weights)
+    for size, inner in zip(sizes, drawn, strict=True):
+        for first in range(0, len(inner) - size + 1, size):
+            assert sorted(inner[first : first + size]) == list(range(size)), "a pass is a permutation"
+
+
+def test_the_shares_hold_for_any_stretch_of_the_run() -> None:
+    dataset = mixed([400, 100, 20], [1.0, 1.0, 2.0], seed=3)
+    order = SampleOrder(3, len(dataset))
+    for first in (0, 300, 1500):
+        found = Counter(
+            dataset.locate(order.index_at(position), order.epoch_at(position))[0] for position in range(first, first + 200)
+        )
+        assert [found[part] / 200 for part in range(3)] == pytest.approx([0.25, 0.25, 0.5], abs=0.1)
+
+
+def test_another_seed_draws_otherwise() -> None:
+    one, other = mixed([50, 50], [1, 3], 0), mixed([50, 50], [1, 3], 1)
+    assert [one.locate(index, 0) for index in range(100)] != [other.locate(index, 0) for index in range(100)]
+
+
+def test_indices_outside_are_refused() -> None:
+    for index in (-1, 7):
+        with pytest.raises(IndexError):
+            mixed([3, 4], [1, 1]).sample(index)
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_a_recipe_mixes_its_sources(tmp_path: Path, packing: str) -> None:
+    sources = [
+        {"path": write_json_lines(tmp_path / "a.jsonl", ["aaaaaaaaaa"] * 30), "weight": 1},
+        {"path": write_text(tmp_path / "b.txt", "b" * 50), "weight": 3},
+    ]
+    prepared = prepare(recipe_of(tmp_path, sources, packing=packing, length=8))
+    assert isinstance(prepared.train, MixedDataset)
+    found = Counter()
+    for index in range(len(prepared.train)):
+        labels = prepared.train.sample(index).labels
+        (letter,) = {prepared.tokenizer.decode([label]) for label in labels if label >= 0}
+        found[letter] += 1
+    assert (found["a"], found["b"]) == prepared.train.counts
+    assert found["b"] / len(prepared.train) == pytest.approx(0.75, abs=0.02)
+    assert [source.share for source in prepared.report.sources] == [n / len(prepared.train) for n in prepared.train.counts]
+    assert [source.num_documents for source in prepared.report.sources] == [30, 1]
+    heavier = [sources[0], sources[1] | {"weight": 4}]
+    assert prepare(recipe_of(tmp_path, heavier, packing=packing)).content_hash != prepared.content_hash
+
+
+def test_weights_are_for_all_sources_or_none(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a.txt", "text")
+    document = recipe_of(tmp_path, [path]).model_dump(mode="json")
+    document["data"]["sources"] = [{"path": path, "weight": 1.0}, {"path": path}]
+    with pytest.raises(RecipeError, match="every one of `sources` a `weight`, or none"):
+        validate_recipe(document)
+    document["data"] |= {"sources": [path], "validation": [{"path": path, "weight": 1.0}]}
+    with pytest.raises(RecipeError, match="`weight` mixes training sources"):
+        validate_recipe(document)
