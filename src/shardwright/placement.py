@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.architecture.count import attention_flops_per_token, matmul_parameters
 from shardwright.architecture.parameters import Role
 from shardwright.errors import LayoutError
-from shardwright.layout import DATA_AXES, Layout, ParameterLayout, Section, Shard, Stage, in_use
+from shardwright.layout import DATA_AXES, Layout, ParameterLayout, Section, Shard, Stage, cut_stages, in_use
 from shardwright.layout.context import check_context
+from shardwright.schedule import rank_of_stage
 
 Cut = Literal["columns", "rows", "vocabulary", "residual", "heads", "partial", "expert_columns", "expert_rows"]
 """What tensor parallelism does to a parameter.
@@ -148,6 +150,29 @@ def _holders(spec: ParameterSpec, shape: ModelShape, stages: Sequence[Stage]) ->
     return tuple(sorted({stage.rank for stage in stages if (stage.embedding and at_start) or (stage.head and at_end)}))
 
 
+def stages_of(shape: ModelShape, layout: Layout, sequence_length: int) -> tuple[Stage, ...] | None:
+    """What each pipeline stage of a layout holds; None without a pipeline.
+
+    Layers are weighed by the FLOPs that a token costs in them, the head by those of its product, the embedding by the elements that
+    it moves.
+
+    Raises:
+        LayoutError: fewer layers than stages.
+        ScheduleError: no such schedule, or virtual stages that it does not take.
+    """
+    if layout.pp == 1:
+        return None
+    ranks = rank_of_stage(layout.schedule, layout.pp, layout.virtual_stages)
+    costs = [0.0] * shape.num_layers
+    for spec in shape.parameters():
+        if spec.layer is not None:
+            costs[spec.layer] += 6.0 * matmul_parameters([spec], tied=False, active_share=shape.active_share)
+    for index, layer in enumerate(shape.layers):
+        costs[index] += attention_flops_per_token(shape.query_width, shape.value_width, sequence_length, layer.window)
+    head = 6.0 * shape.vocab_size * shape.hidden_size
+    return cut_stages(costs, ranks, embedding_cost=float(shape.hidden_size), head_cost=head)
+
+
 def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
     """Refuse a layout that does not divide the model, before any rank starts.
 
@@ -155,6 +180,7 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
         LayoutError: names the numbers and the nearest degree that works.
     """
     check_built(layout)
+    stages_of(shape, layout, sequence_length)
     tp = layout.tp
     if tp > 1:
         _check_divides("heads", shape.num_heads, "layout.tp", tp)
@@ -218,7 +244,6 @@ def _check_divides(what: str, number: int, field: str, degree: int) -> None:
 
 _NOT_BUILT = {
     "tp": "tensor parallelism",
-    "pp": "pipeline parallelism",
 }
 
 

@@ -9,7 +9,8 @@ The order, on the meta device until storage is given:
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
     6  storage      empty memory on the device, for this rank's shards only
     7  weights      written by name, slice by slice
-    8  replicate    DDP over dp_replicate: its buckets need real memory
+    8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline, which accumulates
+                    gradients by itself and sums them when its last micro-batch has come back
 
 Then the sums that no wrapper makes. A parameter's descriptor (`ParameterLayout`) is computed from the layout alone and then checked
 against what was done.
@@ -29,6 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwright.data.loader import MicroBatch
+from shardwright.errors import LayoutError
 from shardwright.layout import (
     BATCH_AXES,
     DATA_AXES,
@@ -37,6 +40,7 @@ from shardwright.layout import (
     Layout,
     ParameterLayout,
     RankGrid,
+    Stage,
     held,
     local_shape,
 )
@@ -47,11 +51,13 @@ from shardwright.numerics.recompute import recompute_runner
 from shardwright.parallel.context import context_cut
 from shardwright.parallel.expert import expert_cut
 from shardwright.parallel.mesh import Mesh, sum_over
+from shardwright.parallel.pipeline import Arguments, Mark, Pipeline, StageRoot
 from shardwright.parallel.reduce import PendingSum, make_sums, pending_sums
 from shardwright.parallel.replicate import replicate
-from shardwright.parallel.shard import shard
-from shardwright.placement import check, place
+from shardwright.parallel.shard import shard, shard_root
+from shardwright.placement import check, place, stages_of
 from shardwright.plan import Plan
+from shardwright.schedule import splits_backward
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +92,16 @@ def apply_layout(
     check(decoder.shape, layout, plan.batch.sequence_length)
     kinds = dtypes(plan.precision)
     decoder.to(kinds.param)
-    layouts = place(decoder.shape, layout)
+    stages = stages_of(decoder.shape, layout, plan.batch.sequence_length)
+    layouts = place(decoder.shape, layout, stages)
     trainable = frozenset(name for name, parameter in decoder.named_parameters() if parameter.requires_grad)
     here = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
     sharded = layout.zero_stage >= 1 and layout.fsdp > 1
     if layout.zero_stage >= 1 and not sharded:
         logger.info("zero_stage %d over one rank shards nothing: the model is replicated", layout.zero_stage)
 
+    if stages is not None:
+        decoder.keep([stage for stage in stages if stage.rank == here["pp"]])
     _cut_parameters(decoder, layouts, layout, here)
     decoder.install_cuts(
         Cuts(
@@ -102,16 +111,17 @@ def apply_layout(
     )
     decoder.set_recompute(recompute_runner(plan.recompute))
     if compile_blocks:
+        _check_compiles(layout)
         decoder.compile_blocks()
     groups: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
-        groups = shard(decoder, layout, mesh, kinds)
+        groups = shard(decoder, layout, mesh, kinds, stages)
     with storage or nullcontext():
         decoder.to_empty(device=device)
         _fill(decoder, layouts, layout, here, fill)
     module: nn.Module = decoder
-    replicas = None if mesh is None or sharded else mesh.group("dp_replicate", "fsdp")
+    replicas = None if mesh is None or sharded or stages else mesh.group("dp_replicate", "fsdp")
     # Experts that lie over ranks are no copies of each other: what replicas they have is not what DDP sums over.
     apart = frozenset(name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded)
     if replicas is not None:
@@ -125,7 +135,43 @@ def apply_layout(
                 apart=apart,
             )
     sums = [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replicas is not None, apart=apart)
-    return ParallelModel(module, decoder, layouts, layout, mesh, device, groups, trainable, sums)
+    model = ParallelModel(module, decoder, layouts, layout, mesh, device, groups, trainable, sums)
+    if stages is not None:
+        assert mesh is not None
+        model.pipeline = _build_pipeline(model, stages, mesh, plan.batch.gradient_accumulation_steps)
+    return model
+
+
+def _build_pipeline(model: ParallelModel, stages: Sequence[Stage], mesh: Mesh, num_micro_batches: int) -> Pipeline:
+    module: nn.Module = model.decoder
+    if model.groups:
+        module = StageRoot(model.decoder)
+        shard_root(module, mesh)
+    pipeline = Pipeline(
+        module,
+        model.decoder,
+        stages,
+        model.layout,
+        mesh,
+        model.device,
+        set_reduces=model.groups[-1].set_requires_gradient_sync if model.groups else None,
+    )
+    warning = pipeline.schedule(num_micro_batches).warning()
+    if warning is not None and mesh.rank == 0:
+        logger.warning(warning)
+    return pipeline
+
+
+def _check_compiles(layout: Layout) -> None:
+    """A compiled block makes all of its gradients at once; none can wait."""
+    if layout.pp > 1 and splits_backward(layout.schedule):
+        raise LayoutError(
+            "compiled blocks cannot put their weight gradients off",
+            field="layout.schedule",
+            got=layout.schedule,
+            allowed="a schedule without I and W: gpipe, 1f1b, interleaved_1f1b",
+            remedy="Take one of these, or model.compile: false",
+        )
 
 
 def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int]) -> None:
@@ -161,10 +207,11 @@ def narrow(tensor: Tensor, bounds: Bounds) -> Tensor:
 
 
 class ParallelModel:
-    """A decoder under a layout: call `module`, bracket each micro-batch with `synchronising`, then `finish_gradients`.
+    """A decoder under a layout: `differentiate` a step's micro-batches, then `finish_gradients`.
 
     Attributes:
-        module: what to call; arguments are the decoder's.
+        module: what to call, without a pipeline; arguments are the decoder's.
+        pipeline: runs the rank's stages; None without one.
         decoder: the decoder itself, whose parameter names are those of Hugging Face files.
         layouts: one descriptor per parameter of the whole model, by name; a pipeline rank holds some of them.
         trainable: names of the parameters of the whole model that take gradients.
@@ -191,6 +238,7 @@ class ParallelModel:
         self.mesh = mesh
         self.device = device
         self.groups = groups
+        self.pipeline: Pipeline | None = None
         self.trainable = trainable
         self._sums = [pending for pending in sums if pending.name in trainable]
         self._here = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
@@ -200,6 +248,34 @@ class ParallelModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters as held: DTensors where cut, plain tensors where copied."""
         yield from self._parameters.items()
+
+    def differentiate(self, micro_batches: Sequence[MicroBatch], arguments: Arguments, scale: Tensor, mark: Mark) -> Tensor:
+        """Forward and backward of a step's micro-batches, accumulating gradients; the sum of the losses that this rank computed.
+
+        Args:
+            arguments: what the decoder is called with for a micro-batch, which is on the device by then.
+            scale: the gradient of each loss.
+            mark: told what went on since it was told last: forward, backward, waiting or reduction.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.differentiate(micro_batches, arguments, scale, mark)
+        loss_sum: Tensor | None = None
+        for number, batch in enumerate(micro_batches):
+            with self.synchronising(last=number == len(micro_batches) - 1), self.at_backward_end(lambda: mark("backward")):
+                loss = self.module(**arguments(batch.to(self.device)))
+                mark("forward")
+                loss.backward(scale.to(loss.dtype))
+            mark("reduction")
+            loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
+        assert loss_sum is not None, "a step has at least one micro-batch"
+        return loss_sum
+
+    def losses(self, micro_batches: Sequence[MicroBatch], arguments: Arguments) -> Tensor:
+        """The sum of the losses that this rank computes, in fp64 and without gradients; call it within `evaluating`."""
+        if self.pipeline is not None:
+            return self.pipeline.losses(micro_batches, arguments).double()
+        losses = [self.module(**arguments(batch.to(self.device))).double() for batch in micro_batches]
+        return torch.stack(losses).sum()
 
     def synchronising(self, last: bool) -> AbstractContextManager[Any]:
         """Bracket forward and backward of one micro-batch; `last` says that the step's gradients end with it.
@@ -304,8 +380,8 @@ class ParallelModel:
         return sum_over(tensor, axes, self.mesh)
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed in place over all ranks that see different tokens."""
-        return sum_over(tensor, DATA_AXES, self.mesh)
+        """A loss summed in place over all ranks that see different tokens; of a pipeline's ranks one has computed it."""
+        return sum_over(tensor, ("pp", *DATA_AXES), self.mesh)
 
     def sum_over_batch(self, tensor: Tensor) -> Tensor:
         """`tensor` summed in place over all ranks that read different sequences."""

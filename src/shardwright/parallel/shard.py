@@ -13,7 +13,7 @@ weights and optimizer states are always 1/n):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 from shardwright.architecture.count import EXPERT_ROLES
-from shardwright.layout import Layout
+from shardwright.layout import Layout, Stage
 from shardwright.model import Decoder
+from shardwright.model.decoder import Block
 from shardwright.numerics import Dtypes, chunked_cross_entropy
 from shardwright.parallel.mesh import Mesh
 
 
-def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes) -> list[FSDPModule]:
+def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: Sequence[Stage] | None = None) -> list[FSDPModule]:
     """Shard a decoder in place: one group per `layout.wrap_blocks` blocks, one for the rest. Returns the groups, the root last.
+
+    Of a pipeline's `stages` the decoder has some: a group keeps to one, because each of them runs by itself.
 
     Under expert parallelism a block's experts are cut over `efsdp`, but gathered and freed with their block: hooks on the experts
     alone would run inside what is recomputed, another number of times than in the forward pass, which selective recompute refuses.
@@ -57,26 +60,47 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes) -> list[
         ignored_params=untrained,
         shard_placement_fn=_place_experts(decoder, mesh) if layout.ep > 1 else None,
     )
-    blocks, free = decoder.blocks, layout.zero_stage == 3
-    groups: list[FSDPModule] = []
-    for first in range(0, len(blocks), layout.wrap_blocks):
-        members: list[nn.Module] = list(blocks[first : first + layout.wrap_blocks])
-        if first + layout.wrap_blocks >= len(blocks):
-            members.append(decoder.root.get_submodule(decoder.shape.names.final_norm))
-        wrap(members, reshard_after_forward=free)
-        groups.append(_as_fsdp(members[0]))
+    free = layout.zero_stage == 3
+    final_norm = getattr(decoder.root, decoder.shape.names.final_norm, None)
+    runs: list[list[FSDPModule]] = []
+    for blocks in _blocks_by_stage(decoder, stages):
+        runs.append([])
+        for first in range(0, len(blocks), layout.wrap_blocks):
+            members: list[nn.Module] = list(blocks[first : first + layout.wrap_blocks])
+            if decoder.blocks[-1] in members and final_norm is not None:
+                members.append(final_norm)
+            wrap(members, reshard_after_forward=free)
+            runs[-1].append(_as_fsdp(members[0]))
+    groups = [group for run in runs for group in run]
     root_is_read_backward = not _is_chunked(decoder.loss_function)
     wrap(decoder, reshard_after_forward=free and not root_is_read_backward)
     root = _as_fsdp(decoder)
     if free and not root_is_read_backward:
         root.set_unshard_in_backward(False)
-        decoder.register_forward_hook(_refuse_logits)
+        decoder.register_forward_hook(_refuse_logits, with_kwargs=True)
     for group in (*groups, root):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # else a factor asks for PREMUL_SUM, which gloo has not
     root.set_reshard_after_backward(free)
-    _prefetch(groups, root, layout)
+    for run in runs:
+        _prefetch(run, root, layout)
+    if len(runs) > 1:  # which stage comes next is the schedule's to say
+        root.set_modules_to_forward_prefetch([])
+        root.set_modules_to_backward_prefetch([root])
     return [*groups, root]
+
+
+def shard_root(module: nn.Module, mesh: Mesh) -> None:
+    """Make a module around a sharded decoder FSDP2's outermost one; it has no parameters of its own."""
+    fully_shard(module, mesh=mesh.device_mesh("fsdp"))
+
+
+def _blocks_by_stage(decoder: Decoder, stages: Sequence[Stage] | None) -> list[list[Block]]:
+    """The decoder's blocks, those of each stage that it has by themselves."""
+    if stages is None:
+        return [decoder.blocks]
+    runs = [[block for block in decoder.blocks if block.index in stage.layers] for stage in stages]
+    return [run for run in runs if run]
 
 
 def _place_experts(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
@@ -94,9 +118,13 @@ def _is_chunked(loss_function: Any) -> bool:
     return (loss_function.func if isinstance(loss_function, partial) else loss_function) is chunked_cross_entropy
 
 
-def _refuse_logits(_decoder: nn.Module, _arguments: Any, output: Tensor) -> None:
+def _refuse_logits(_decoder: nn.Module, _arguments: Any, named: dict[str, Any], output: Tensor) -> None:
     """Logits with a gradient would read the head's weight in the backward pass, when it is no longer there."""
-    assert output.ndim == 0 or not output.requires_grad, "under zero_stage 3 a decoder is trained by its loss, not by its logits"
+    stage = named.get("stage")
+    hidden = stage is not None and not stage.head
+    assert hidden or output.ndim == 0 or not output.requires_grad, (
+        "under zero_stage 3 a decoder is trained by its loss, not by its logits"
+    )
 
 
 def _prefetch(groups: list[FSDPModule], root: FSDPModule, layout: Layout) -> None:

@@ -2,7 +2,16 @@
 
 from shardwright.schedule.actions import KINDS, Action, Kind, Schedule, folded, forward_only, looped
 from shardwright.schedule.check import Proof, check, peak_activations
-from shardwright.schedule.families import FAMILIES, Family, build_schedule, load_schedule, rank_of_stage, read_file, stages_per_rank
+from shardwright.schedule.families import (
+    FAMILIES,
+    Family,
+    build_schedule,
+    load_schedule,
+    rank_of_stage,
+    read_file,
+    splits_backward,
+    stages_per_rank,
+)
 from shardwright.schedule.simulate import Timeline, Times, simulate
 from shardwright.schedule.text import parse_schedule, read_schedule, write_schedule
 from shardwright.schedule.transfers import Step, Transfer, plan_steps
@@ -32,6 +41,7 @@ __all__ = [
     "read_file",
     "read_schedule",
     "simulate",
+    "splits_backward",
     "stages_per_rank",
     "write_schedule",
 ]

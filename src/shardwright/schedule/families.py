@@ -93,6 +93,11 @@ def rank_of_stage(name: str, num_ranks: int, virtual_stages: int | None = None) 
     return looped(num_ranks, num_ranks * stages_per_rank(name, virtual_stages))
 
 
+def splits_backward(name: str) -> bool:
+    """Whether a named schedule, or a file's, cuts backwards into I and W."""
+    return FAMILIES[name].splits_backward if name in FAMILIES else read_file(name).splits_backward
+
+
 @lru_cache(maxsize=256)
 def build_schedule(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None) -> Schedule:
     """A named schedule for p ranks and m micro-batches.

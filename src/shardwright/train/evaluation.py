@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
-from shardwright.data.loader import evaluation_micro_batches
+from shardwright.data.loader import MicroBatch, evaluation_micro_batches
 from shardwright.parallel import ParallelModel
 from shardwright.train.preflight import Checked
 
@@ -34,18 +35,15 @@ def evaluate(checked: Checked, model: ParallelModel, data_rank: int, abandon: Ca
     num_supervised = 0
     model.decoder.eval()
     try:
-        with model.evaluating() as module:
-            for batch in evaluation_micro_batches(checked.data.validation, batch_plan, data_rank, max_batches=section.max_batches):
+        with model.evaluating():
+            batches = evaluation_micro_batches(checked.data.validation, batch_plan, data_rank, max_batches=section.max_batches)
+            # A pipeline is filled by several micro-batches: twice as many as ranks leave it a third of its time, or less, to wait.
+            at_once = 2 * model.layout.pp if model.layout.pp > 1 else 1
+            while here := list(islice(batches, at_once)):
                 if abandon():
                     return None
-                here = batch.to(model.device)
-                loss_sum += module(
-                    here.input_ids_BT,
-                    positions_BT=here.positions_BT,
-                    document_ids_BT=here.document_ids_BT,
-                    labels_BT=here.labels_BT,
-                ).double()
-                num_supervised += here.num_supervised
+                loss_sum += model.losses(here, MicroBatch.arguments)
+                num_supervised += sum(batch.num_supervised for batch in here)
     finally:
         model.decoder.train()
     tokens = int(model.sum_over_batch(torch.tensor(num_supervised, dtype=torch.int64, device=model.device)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +74,12 @@ class StepTimes:
         self.mark("")
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per part: forward, backward, reduction, optimizer."""
+        """Seconds per part: forward, backward, reduction, optimizer; with a pipeline, waiting for other ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         total = dict.fromkeys(("forward", "backward", "reduction", "optimizer"), 0.0)
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            total.setdefault(part, 0.0)
             if isinstance(before, float):
                 assert isinstance(after, float)
                 total[part] += after - before
@@ -124,23 +126,12 @@ def accumulate_gradients(
     if model.decoder.shape.experts is not None:
         num_rows = sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks
         routing["row_weight"] = (tokens > 0) * torch.tensor(loss_scale / num_rows, dtype=torch.float64, device=model.device)
-    loss_sum: Tensor | None = None
-    for number, batch in enumerate(micro_batches):
-        batch = batch.to(model.device)
-        with model.synchronising(last=number == len(micro_batches) - 1), model.at_backward_end(lambda: times.mark("backward")):
-            loss = model.module(
-                batch.input_ids_BT,
-                positions_BT=batch.positions_BT,
-                document_ids_BT=batch.document_ids_BT,
-                labels_BT=batch.labels_BT,
-                dropout=DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None,
-                **routing,
-            )
-            times.mark("forward")
-            loss.backward(scale.to(loss.dtype))
-        times.mark("reduction")
-        loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
-    assert loss_sum is not None, "a step has at least one micro-batch"
+
+    def arguments(batch: MicroBatch) -> dict[str, Any]:
+        dropout = DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None
+        return batch.arguments() | routing | {"dropout": dropout}
+
+    loss_sum = model.differentiate(micro_batches, arguments, scale, times.mark)
     model.finish_gradients()
     loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
     routers = _sum_routers(model)

@@ -129,11 +129,12 @@ def _verify_odd_steps(problem: Problem, layout: Layout) -> list[Finding]:
     model = _build(problem, layout)
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    spoiled = layout.world_size - 1
-    _accumulate(problem, layout, model, 0, loss_scale=math.inf if _rank(layout) == spoiled else 1.0)
+    # Of a pipeline's ranks one scales the loss, whichever has the head: all of them are told to spoil it.
+    spoiled = RankGrid(layout).group_of(layout.world_size - 1, ["pp"])
+    _accumulate(problem, layout, model, 0, loss_scale=math.inf if _rank(layout) in spoiled else 1.0)
     bad = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
     wrong = [not bad.skipped, math.isfinite(bad.gradient_norm), _moved(model, before)]
-    findings = [Finding("skips together", f"rank {spoiled} not finite", float(sum(wrong)), 0.0)]
+    findings = [Finding("skips together", f"rank {spoiled[-1]} not finite", float(sum(wrong)), 0.0)]
 
     unsupervised = [
         replace(batch, labels_BT=torch.full_like(batch.labels_BT, IGNORED_LABEL), num_supervised=0)

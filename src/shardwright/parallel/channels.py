@@ -1,0 +1,74 @@
+"""Messages between the ranks of a pipeline: posted, awaited and sent in the order of a schedule's transfers.
+
+Each direction of a pair of ranks is a channel. Messages to higher ranks go through one process group, those to lower ranks through
+another: NCCL runs the messages of a pair and group one after another on one stream, and a send must not wait there behind a
+receive that is waiting for an answer to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.parallel.mesh import Mesh, Ranks
+from shardwright.schedule import Transfer
+
+_downward: dict[tuple[dist.ProcessGroup | None, Ranks], dist.ProcessGroup] = {}
+"""The second group of a pipeline's ranks, by world and ranks; like a mesh's groups they stay until the process ends."""
+
+
+class Channels:
+    """This rank's ends of its channels. Nothing is left in them after `finish`."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        """Every rank of the world calls this: it makes groups."""
+        self._device = device
+        self._ranks = mesh.grid.group_of(mesh.rank, ["pp"])
+        self._here = mesh.coordinates["pp"]
+        upward = mesh.group("pp")
+        assert upward is not None, "a pipeline of one rank needs no channels"
+        for ranks in mesh.grid.groups(["pp"]):
+            key = (dist.group.WORLD, ranks)
+            if key not in _downward:
+                _downward[key] = dist.new_group(list(ranks))
+        self._groups = upward, _downward[dist.group.WORLD, self._ranks]
+        self._coming: dict[Transfer, tuple[Tensor, dist.Work | None]] = {}
+        self._going: list[tuple[Tensor, dist.Work]] = []
+
+    def post(self, transfer: Transfer, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Be ready for a message of this shape."""
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        work = None
+        if buffer.numel():  # a message without elements is not sent
+            work = dist.irecv(buffer, self._ranks[transfer.sender], self._group(transfer), transfer.number)
+        self._coming[transfer] = buffer, work
+
+    def take(self, transfer: Transfer) -> Tensor:
+        """The message, once it is here."""
+        buffer, work = self._coming.pop(transfer)
+        if work is not None:
+            work.wait()
+        return buffer
+
+    def send(self, transfer: Transfer, tensor: Tensor) -> None:
+        """Let a message go; nobody waits for it."""
+        tensor = tensor.contiguous()
+        if tensor.numel():
+            work = dist.isend(tensor, self._ranks[transfer.receiver], self._group(transfer), transfer.number)
+            assert work is not None
+            # What is sent must stay as it is until it has gone.
+            self._going = [(kept, sent) for kept, sent in self._going if not sent.is_completed()]
+            self._going.append((tensor, work))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has gone."""
+        assert not self._coming, "every message that was posted for has been taken"
+        for _, work in self._going:
+            work.wait()
+        self._going.clear()
+
+    def _group(self, transfer: Transfer) -> dist.ProcessGroup:
+        return self._groups[transfer.receiver < transfer.sender]
