@@ -73,7 +73,9 @@ def least_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> fl
 def least_activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
     """Bytes that one pass through a rank's layers keeps."""
     return sum(
-        count * layer_activations(facts, kind, candidate).kept for kind, count in zip(facts.kinds, load.layers, strict=True) if count
+        count * layer_activations(facts, kind, candidate).kept
+        for kind, count in zip(facts.kinds, load.layers, strict=True)
+        if count
     )
 
 

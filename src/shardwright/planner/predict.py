@@ -60,9 +60,7 @@ class Predictor:
         loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
         return max(loads, key=lambda parts: parts.total)
 
-    def predict(
-        self, candidate: Candidate, memory: MemoryParts | None = None, layer_costs: LayerCosts | None = None
-    ) -> Prediction:
+    def predict(self, candidate: Candidate, memory: MemoryParts | None = None, layer_costs: LayerCosts | None = None) -> Prediction:
         """Memory and time; `memory` and `layer_costs` where they are known already."""
         pipeline = pipeline_of(self.facts, candidate.layout, candidate.gradient_accumulation_steps)
         rates = self.rates(candidate.precision)

@@ -44,7 +44,8 @@ class _Passes:
 
 
 class LayerCosts:
-    """What one micro-batch costs the layers and the ends: the part of a candidate's cost that neither pp, ZeRO nor accumulation changes."""
+    """What one micro-batch costs the layers and the ends: the part of a candidate's cost that neither pp, ZeRO nor accumulation
+    changes."""
 
     def __init__(self, facts: ModelFacts, candidate: Candidate, rates: Rates, network: Network) -> None:
         groups = groups_of(candidate.layout)

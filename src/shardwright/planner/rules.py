@@ -1,0 +1,118 @@
+"""Which degrees divide a model and a batch, and in one line why others do not. The rules are `placement.check`'s, told without
+raising."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt
+
+from shardwright.layout import Layout
+from shardwright.planner.facts import ModelFacts
+from shardwright.schedule.families import FAMILIES, stages_per_rank
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(small + [number // d for d in reversed(small) if d * d != number])
+
+
+def why_not_tensor(facts: ModelFacts, tp: int) -> str | None:
+    """Why the model cannot be cut over `tp` tensor-parallel ranks."""
+    shape = facts.shape
+    if tp == 1:
+        return None
+    if shape.num_heads % tp:
+        return f"{shape.num_heads} heads do not divide by tp {tp}"
+    if shape.latent is None and shape.num_kv_heads % tp and tp % shape.num_kv_heads:
+        return f"{shape.num_kv_heads} key-value heads and tp {tp} do not divide one another"
+    widths = [shape.intermediate_size] if any(not layer.sparse for layer in shape.layers) else []
+    if shape.experts is not None:
+        widths += [shape.experts.intermediate_size] + [w for w in (shape.experts.shared_intermediate_size,) if w]
+    for width in widths:
+        if width % tp:
+            return f"feed-forward width {width} does not divide by tp {tp}"
+    return None
+
+
+def why_not_context(facts: ModelFacts, cp: int, tp: int, method: str, sequence_length: int) -> str | None:
+    """Why rows cannot be cut over `cp` context-parallel ranks."""
+    if cp == 1:
+        return None
+    if sequence_length % (2 * cp):
+        return f"{sequence_length} tokens do not divide by 2 x cp {cp}"
+    if method == "ulysses":
+        for heads in (facts.shape.num_heads, facts.shape.num_kv_heads):
+            if heads % (cp * tp):
+                return f"{heads} heads do not divide by cp x tp = {cp * tp}, which ulysses needs"
+    return None
+
+
+def why_not_sequence_parallel(cp: int, tp: int, sequence_length: int) -> str | None:
+    """Why the residual stream cannot be cut over tokens as well."""
+    if tp > 1 and (sequence_length // cp) % tp:
+        return f"{sequence_length // cp} tokens a rank do not divide by tp {tp}"
+    return None
+
+
+def why_not_expert(facts: ModelFacts, ep: int, fsdp: int) -> str | None:
+    """Why experts cannot be cut over `ep` ranks."""
+    experts = facts.shape.experts
+    if ep == 1:
+        return None
+    if experts is None:
+        return "the model has no experts"
+    if experts.num_experts % ep:
+        return f"{experts.num_experts} experts do not divide by ep {ep}"
+    if fsdp % ep:
+        return f"ep {ep} does not divide dp_shard x cp = {fsdp}"
+    return None
+
+
+def schedules_for(facts: ModelFacts, pp: int, num_micro_batches: int) -> Iterator[tuple[str, int | None]]:
+    """Schedules with their virtual stages that `pp` ranks and so many micro-batches can run; GPipe, which 1F1B equals in time and
+    beats in memory, is left out."""
+    if pp == 1:
+        yield "1f1b", None
+        return
+    for name, family in FAMILIES.items():
+        if name == "gpipe" or num_micro_batches < family.micro_batches_per_rank * pp:
+            continue
+        if family.rounds:
+            if num_micro_batches % pp == 0:
+                for virtual in counts_up_to(facts.shape.num_layers // pp, 8):
+                    if virtual > 1:
+                        yield name, virtual
+        elif pp * stages_per_rank(name) <= facts.shape.num_layers:
+            yield name, None
+
+
+def counts_up_to(number: int, most: int) -> tuple[int, ...]:
+    """1, and all counts up to `most` and `number`: stages need not be of equal depth.
+
+    >>> counts_up_to(5, 8)
+    (1, 2, 3, 4, 5)
+    """
+    return tuple(range(1, min(number, most) + 1))
+
+
+def why_not(facts: ModelFacts, layout: Layout, sequence_length: int, num_micro_batches: int) -> str | None:
+    """Why a layout cannot cut the model; None where it can."""
+    reason = (
+        why_not_tensor(facts, layout.tp)
+        or why_not_context(facts, layout.cp, layout.tp, layout.cp_method, sequence_length)
+        or (why_not_sequence_parallel(layout.cp, layout.tp, sequence_length) if layout.sequence_parallel else None)
+        or why_not_expert(facts, layout.ep, layout.fsdp)
+    )
+    if reason is None and layout.pp > facts.shape.num_layers:
+        reason = f"{facts.shape.num_layers} layers are fewer than pp {layout.pp} stages"
+    if reason is None and layout.pp > 1 and layout.schedule in FAMILIES:
+        possible = set(schedules_for(facts, layout.pp, num_micro_batches)) | {("gpipe", None)}
+        if (layout.schedule, layout.virtual_stages) not in possible:
+            reason = f"{layout.schedule} does not run {num_micro_batches} micro-batches over {layout.pp} ranks and
+            {facts.shape.num_layers} layers"
+    return reason
