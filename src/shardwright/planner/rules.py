@@ -113,6 +113,5 @@ def why_not(facts: ModelFacts, layout: Layout, sequence_length: int, num_micro_b
     if reason is None and layout.pp > 1 and layout.schedule in FAMILIES:
         possible = set(schedules_for(facts, layout.pp, num_micro_batches)) | {("gpipe", None)}
         if (layout.schedule, layout.virtual_stages) not in possible:
-            reason = f"{layout.schedule} does not run {num_micro_batches} micro-batches over {layout.pp} ranks and
-            {facts.shape.num_layers} layers"
+            reason = f"{layout.schedule} cannot run {num_micro_batches} micro-batches over {layout.pp} ranks of this model"
     return reason
