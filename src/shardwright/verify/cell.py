@@ -154,7 +154,8 @@ def _verify_odd_steps(problem: Problem, layout: Layout) -> list[Finding]:
 
 def _moved(model: ParallelModel, before: dict[str, Tensor]) -> bool:
     """Whether any bit of this rank's weights differs (nan differs)."""
-    return any(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    # Local parts: of DTensors torch.equal asks all ranks, and pipeline ranks have different ones.
+    return any(not torch.equal(local_part(parameter), local_part(before[name])) for name, parameter in model.named_parameters())
 
 
 def _rank(layout: Layout) -> int:
