@@ -146,18 +146,30 @@ def move_pointer(root: Path, pointer: str, name: str, disk: Disk = LOCAL_DISK) -
     disk.sync_folder(root)
 
 
-def prune(root: Path, keep_last: int, disk: Disk = LOCAL_DISK) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints and those that `latest` and `best` name; returns what was removed.
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay beside those that `latest` and `best` name: the newest `last`, and steps that `every` divides."""
+
+    last: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("last", self.last), ("every", self.every)):
+            if number is not None and number < 1:
+                raise CheckpointError("must be at least 1", field=f"checkpoint.keep_{name}", got=number)
+
+
+def prune(root: Path, keep: Keep, disk: Disk = LOCAL_DISK) -> list[Path]:
+    """Remove the checkpoints that `keep` does not name; returns what was removed.
 
     Of a step saved twice only the last attempt counts. Checkpoints beyond `latest` belong to a course that the run has left
     by going back; they go too.
     """
-    if keep_last < 1:
-        raise CheckpointError("at least one checkpoint must be kept", field="keep_last", got=keep_last)
     latest = read_pointer(root, LATEST)
     folders = step_folders(root)
     current = {f.step: f for f in folders if latest is None or f <= latest}  # ascending: the last attempt of a step wins
-    kept = {f.path for f in list(current.values())[-keep_last:]}
+    kept = {f.path for f in list(current.values())[-keep.last :]}
+    kept |= {f.path for step, f in current.items() if keep.every and step % keep.every == 0}
     kept |= {pointed.path for pointed in (latest, read_pointer(root, BEST)) if pointed is not None}
     return remove_checkpoints(root, (f.path for f in folders if f.path not in kept), disk)
 

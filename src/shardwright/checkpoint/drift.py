@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,11 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.field}: saved {self.saved!r}, now {self.current!r}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For a later reader; a side that is absent is left out."""
+        sides = {"saved": self.saved, "current": self.current}
+        return {"field": self.field} | {side: value for side, value in sides.items() if value is not ABSENT}
 
 
 class _Absent:
@@ -43,6 +48,33 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, prefix:
         elif _plain(old) != _plain(new) or isinstance(old, bool) != isinstance(new, bool):
             found.append(Difference(name, old, new))
     return found
+
+
+def split_allowed(
+    found: Sequence[Difference], allowed: Sequence[str], fixed: Mapping[str, str]
+) -> tuple[list[Difference], list[str]]:
+    """Differences that a person allowed by name, and the others as they are refused, field by field.
+
+    Args:
+        allowed: names of fields; a name allows all below it.
+        fixed: names that cannot be allowed, each with the reason.
+
+    >>> drift = differences({"seed": 1, "freeze": []}, {"seed": 2, "freeze": ["a"]})
+    >>> split_allowed(drift, ["seed", "freeze"], {"freeze": "its moments are others"})[1]
+    ["freeze: saved [], now ['a'] (cannot be allowed: its moments are others)"]
+    """
+    taken, refused = [], []
+    for difference in found:
+        reason = next((reason for name, reason in fixed.items() if _is_below(difference.field, name)), None)
+        if reason is None and any(_is_below(difference.field, name) for name in allowed):
+            taken.append(difference)
+        else:
+            refused.append(f"{difference} (cannot be allowed: {reason})" if reason else str(difference))
+    return taken, refused
+
+
+def _is_below(name: str, above: str) -> bool:
+    return name == above or name.startswith(f"{above}.")
 
 
 def _plain(value: Any) -> Any:

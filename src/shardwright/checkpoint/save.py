@@ -7,9 +7,11 @@ Why not DCP's planners: docs/decisions/0020-checkpoint-format.md.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from shardwright import __version__
 from shardwright.checkpoint import commit
 from shardwright.checkpoint.boxes import Box, fault_of_cover, whole
+from shardwright.checkpoint.commit import Keep
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk, HashedFile, write_file
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.header import compose_header
@@ -55,8 +58,9 @@ def save_checkpoint(
     tensors: Mapping[str, torch.Tensor | Part],
     values: Mapping[str, Any],
     *,
+    merged: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
-    keep_last: int | None = None,
+    keep: Keep | None = None,
     best: bool = False,
     disk: Disk = LOCAL_DISK,
 ) -> SavedCheckpoint:
@@ -68,8 +72,9 @@ def save_checkpoint(
         tensors: by name. Plain tensors are copies that all ranks naming them hold alike; DTensors say themselves who holds what.
             Ranks may name different tensors (pipeline stages).
         values: everything else, JSON; the first rank's are written.
+        merged: more values, of which each rank knows a part: objects put together key by key. What several ranks say must be equal.
         group: ranks that save together; None is the default group, or this process alone if there is none.
-        keep_last: remove all older checkpoints but this many (what `best` names stays); None removes none.
+        keep: which older checkpoints stay; None removes none.
         best: let `root/best` name this checkpoint.
         disk: where the tests put one that fails.
 
@@ -78,8 +83,8 @@ def save_checkpoint(
             behind, and the run may go on.
     """
     ranks = Ranks(group)
-    planned = plan_save(ranks, step, tensors, values)
-    return finish_save(ranks, Path(root), planned, keep_last=keep_last, best=best, disk=disk)
+    planned = plan_save(ranks, step, tensors, values, merged)
+    return finish_save(ranks, Path(root), planned, keep=keep, best=best, disk=disk)
 
 
 @dataclass(frozen=True)
@@ -87,41 +92,64 @@ class PlannedSave:
     """Who writes which box, in the order of each file: `entries` are the same on every rank, `writing` is this rank's share."""
 
     step: int
-    values_text: bytes
+    values: Mapping[str, Any]
+    merged: Mapping[str, Any]
     entries: dict[str, TensorEntry]
+    takers: dict[tuple[str, Box], int]
     writing: list[tuple[str, str, Box, torch.Tensor]]
+    digest: str
+    """Of what this rank announced: while it stays the same on every rank, so does who writes what."""
+    fault: str | None = None
+    """What kept this rank from being able to write its share; every rank is told before anything is published."""
 
-    def copied(self) -> PlannedSave:
-        """With this rank's share copied to host memory, so that the originals may change."""
-        copies = [(name, dtype, box, values.to("cpu", copy=True)) for name, dtype, box, values in self.writing]
-        return replace(self, writing=copies)
+    def copied(self, copy: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> PlannedSave:
+        """With this rank's share copied, so that the originals may change."""
+        try:
+            copies = copy([values for *_, values in self.writing])
+        except (RuntimeError, MemoryError) as error:
+            return replace(self, writing=[], fault=f"no host memory for the copy: {_fault(error)}")
+        return replace(self, writing=[(*item[:3], values) for item, values in zip(self.writing, copies, strict=True)])
 
 
-def plan_save(ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor | Part], values: Mapping[str, Any]) -> PlannedSave:
-    """Agree on who writes what; nothing is written yet. See `save_checkpoint`."""
-    held, text = _announced(ranks, step, tensors, values)
-    entries, takers = _assigned(held)
+def plan_save(
+    ranks: Ranks,
+    step: int,
+    tensors: Mapping[str, torch.Tensor | Part],
+    values: Mapping[str, Any],
+    merged: Mapping[str, Any] | None = None,
+    *,
+    before: PlannedSave | None = None,
+) -> PlannedSave:
+    """Agree on who writes what; nothing is written yet. See `save_checkpoint`.
+
+    `before` is the plan of an earlier save: where all ranks hold what they held then, nothing but that is told.
+    """
+    mine, digest, everyone_holds_the_same = _announced(ranks, step, tensors, values, merged or {}, before)
+    if everyone_holds_the_same:
+        assert before is not None
+        entries, takers = before.entries, before.takers
+    else:
+        entries, takers = _assigned(_told(ranks, mine))
     writing = [
         (name, tensor.dtype, piece.box, piece.values)
-        for name, tensor in held.mine.items()
+        for name, tensor in mine.items()
         for piece in tensor.pieces
         if takers[name, piece.box] == ranks.rank
     ]
     # Wide elements first, so that every tensor's bytes begin at a multiple of its element size.
     writing.sort(key=lambda item: (-DTYPE_BYTES[item[1]], item[0], item[2]))
-    return PlannedSave(step, text, entries, writing)
+    return PlannedSave(step, values, merged or {}, entries, takers, writing, digest)
 
 
-def finish_save(
-    ranks: Ranks, root: Path, planned: PlannedSave, *, keep_last: int | None, best: bool, disk: Disk
-) -> SavedCheckpoint:
+def finish_save(ranks: Ranks, root: Path, planned: PlannedSave, *, keep: Keep | None, best: bool, disk: Disk) -> SavedCheckpoint:
     """Write, publish and prune what was planned. See `save_checkpoint`."""
     begun = time.monotonic()
     folder: Path | None = None
     try:
+        values = {**planned.values, **_merged(ranks, planned.merged)}
         folder = _begun(ranks, root, disk)
-        manifest = _written(ranks, planned, folder, disk)
-        path, removed = _committed(ranks, root, folder, manifest, keep_last, best, disk)
+        manifest = _written(ranks, planned, values, folder, disk)
+        path, removed = _committed(ranks, root, folder, manifest, keep, best, disk)
     except SaveFailed:
         if folder is not None and ranks.is_first and folder.exists():
             _discard_quietly(folder, disk)
@@ -129,33 +157,44 @@ def finish_save(
     return SavedCheckpoint(path, planned.step, manifest.num_bytes, time.monotonic() - begun, tuple(removed))
 
 
-@dataclass(frozen=True)
-class _Announcement:
-    """What all ranks hold: per name dtype, shape, and by box the ranks that hold it."""
-
-    entries: dict[str, tuple[str, tuple[int, ...], dict[Box, list[int]]]]
-    mine: dict[str, HeldTensor]
+Held = dict[str, tuple[str, tuple[int, ...], dict[Box, list[int]]]]
+"""What all ranks hold: per name dtype, shape, and by box the ranks that hold it."""
 
 
 def _announced(
-    ranks: Ranks, step: int, tensors: Mapping[str, torch.Tensor | Part], values: Mapping[str, Any]
-) -> tuple[_Announcement, bytes]:
-    """Tell each other what there is; wrong input on one rank is an error on all."""
+    ranks: Ranks,
+    step: int,
+    tensors: Mapping[str, torch.Tensor | Part],
+    values: Mapping[str, Any],
+    merged: Mapping[str, Any],
+    before: PlannedSave | None,
+) -> tuple[dict[str, HeldTensor], str, bool]:
+    """What this rank holds, its digest, and whether every rank holds what it held before; wrong input on one is an error on all."""
     mine: dict[str, HeldTensor] = {}
-    text, fault = b"", None
+    fault = None
     try:
         mine = {name: held_tensor(name, tensor) for name, tensor in tensors.items()}
-        text = encode_values(values)
+        encode_values({**values, **merged})
     except ShardwrightError as error:
         fault = str(error)
-    told = {name: [held.dtype, held.shape, [[p.box.offsets, p.box.lengths] for p in held.pieces]] for name, held in mine.items()}
-    everyone = ranks.gather({"step": step, "fault": fault, "tensors": told})
-    _require_no_faults([rank_told["fault"] for rank_told in everyone], "nothing was written")
-    if len(steps := {rank_told["step"] for rank_told in everyone}) > 1:
+    digest = hashlib.sha256(json.dumps(_spelled(mine)).encode()).hexdigest()
+    same = before is not None and before.digest == digest
+    everyone = ranks.gather([step, fault, same])
+    _require_no_faults([rank_told[1] for rank_told in everyone], "nothing was written")
+    if len(steps := {rank_told[0] for rank_told in everyone}) > 1:
         raise SaveFailed(f"ranks save different steps: {sorted(steps)}")
-    entries: dict[str, tuple[str, tuple[int, ...], dict[Box, list[int]]]] = {}
-    for rank, rank_told in enumerate(everyone):
-        for name, (dtype, shape, boxes) in rank_told["tensors"].items():
+    return mine, digest, all(rank_told[2] for rank_told in everyone)
+
+
+def _spelled(mine: Mapping[str, HeldTensor]) -> dict[str, Any]:
+    return {name: [held.dtype, held.shape, [[p.box.offsets, p.box.lengths] for p in held.pieces]] for name, held in mine.items()}
+
+
+def _told(ranks: Ranks, mine: Mapping[str, HeldTensor]) -> Held:
+    """Tell each other what there is, and see that it is all there once."""
+    entries: Held = {}
+    for rank, rank_told in enumerate(ranks.gather(_spelled(mine))):
+        for name, (dtype, shape, boxes) in rank_told.items():
             entry = entries.setdefault(name, (dtype, tuple(shape), {}))
             if entry[:2] != (dtype, tuple(shape)):
                 raise SaveFailed(f"ranks disagree about {name}: {entry[0]} {entry[1]}, on rank {rank} {dtype} {tuple(shape)}")
@@ -164,16 +203,35 @@ def _announced(
     for name, (_, shape, holders) in entries.items():
         if fault := fault_of_cover(shape, list(holders)):
             raise SaveFailed(f"the ranks together do not hold {name} exactly once: {fault}")
-    return _Announcement(entries, mine), text
+    return entries
 
 
-def _assigned(held: _Announcement) -> tuple[dict[str, TensorEntry], dict[tuple[str, Box], int]]:
+def _merged(ranks: Ranks, mine: Mapping[str, Any]) -> dict[str, Any]:
+    """All ranks' objects as one; told in full only where they differ (pipeline stages know their own parameters)."""
+    digests = ranks.gather(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return dict(mine)
+    whole: dict[str, Any] = {}
+    for rank, told in enumerate(ranks.gather(mine)):
+        _merge_into(whole, told, rank, "values")
+    return whole
+
+
+def _merge_into(whole: dict[str, Any], told: Mapping[str, Any], rank: int, place: str) -> None:
+    for key, value in told.items():
+        if isinstance(value, dict) and isinstance(whole.setdefault(key, {}), dict):
+            _merge_into(whole[key], value, rank, f"{place}.{key}")
+        elif whole.setdefault(key, value) != value:
+            raise SaveFailed(f"ranks disagree about {place}.{key}: {whole[key]!r:.80}, on rank {rank} {value!r:.80}")
+
+
+def _assigned(held: Held) -> tuple[dict[str, TensorEntry], dict[tuple[str, Box], int]]:
     """Boxes that one rank alone holds go to it, then each copy, largest first, to the holder with the least to write."""
     loads: dict[int, int] = {}
     takers: dict[tuple[str, Box], int] = {}
     boxes = [
         (DTYPE_BYTES[dtype] * box.num_elements, name, box, holders)
-        for name, (dtype, _, by_box) in held.entries.items()
+        for name, (dtype, _, by_box) in held.items()
         for box, holders in by_box.items()
     ]
     for size, name, box, holders in sorted(boxes, key=lambda item: (len(item[3]) > 1, -item[0], item[1], item[2])):
@@ -181,7 +239,7 @@ def _assigned(held: _Announcement) -> tuple[dict[str, TensorEntry], dict[tuple[s
         loads[taker] = loads.get(taker, 0) + size
         takers[name, box] = taker
     entries = {}
-    for name, (dtype, shape, by_box) in held.entries.items():
+    for name, (dtype, shape, by_box) in held.items():
         slices = [
             Slice(_file_of(takers[name, box]), name if box == whole(shape) else f"{name}{box}", box) for box in sorted(by_box)
         ]
@@ -206,18 +264,18 @@ def _begun(ranks: Ranks, root: Path, disk: Disk) -> Path:
     return root / str(told["folder"])
 
 
-def _written(ranks: Ranks, planned: PlannedSave, folder: Path, disk: Disk) -> Manifest:
+def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], folder: Path, disk: Disk) -> Manifest:
     """Every rank writes its file, the first one the values too; the manifest of all."""
     files: dict[str, list[Any]] = {}
-    fault = None
+    fault = planned.fault
     try:
         if planned.writing:
             files[_file_of(ranks.rank)] = _write_shard(folder / _file_of(ranks.rank), planned, disk)
         if ranks.is_first:
-            text = planned.values_text
+            text = encode_values(values)
             files[VALUES_NAME] = [len(text), write_file(folder / VALUES_NAME, text, disk)]
         disk.sync_folder(folder)
-    except (OSError, RuntimeError, MemoryError) as error:
+    except (OSError, RuntimeError, MemoryError, ShardwrightError) as error:
         fault = _fault(error)
     everyone = ranks.gather({"fault": fault, "files": files})
     _require_no_faults([told["fault"] for told in everyone], "older checkpoints are whole")
@@ -243,7 +301,7 @@ def _write_shard(path: Path, planned: PlannedSave, disk: Disk) -> list[Any]:
 
 
 def _committed(
-    ranks: Ranks, root: Path, folder: Path, manifest: Manifest, keep_last: int | None, best: bool, disk: Disk
+    ranks: Ranks, root: Path, folder: Path, manifest: Manifest, keep: Keep | None, best: bool, disk: Disk
 ) -> tuple[Path, list[Path]]:
     """The first rank publishes and prunes; all ranks learn how it went."""
     told: dict[str, Any] = {"name": "", "removed": [], "fault": None}
@@ -252,9 +310,9 @@ def _committed(
             told["name"] = commit.publish(root, folder, manifest, best=best, disk=disk).name
         except (OSError, ShardwrightError) as error:
             told["fault"] = _fault(error)
-        if told["fault"] is None and keep_last is not None:
+        if told["fault"] is None and keep is not None:
             try:
-                told["removed"] = [path.name for path in commit.prune(root, keep_last, disk)]
+                told["removed"] = [path.name for path in commit.prune(root, keep, disk)]
             except OSError as error:  # the save itself is done; say it and go on
                 logger.warning("could not remove older checkpoints of %s: %s", root, error)
     told = ranks.from_first(told)

@@ -12,6 +12,7 @@ import typer
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.progress import data_progress
 from shardwright.config import load_recipe
+from shardwright.errors import InputError
 from shardwright.placement import check_built
 from shardwright.plan import resolve
 from shardwright.train.ranks import find_ranks
@@ -28,9 +29,15 @@ def train_command(
     ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run folder; default runs/<name>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run folder.")] = False,
+    allow_drift: Annotated[
+        list[str] | None,
+        typer.Option("--allow-drift", metavar="FIELD", help="With --resume: go on though this has changed. Repeatable."),
+    ] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Train: one process, several (--nproc), or as a rank of torchrun or srun. Ctrl-C saves and leaves with exit code 4."""
+    if allow_drift and not resume:
+        raise InputError("is for a run that goes on", field="--allow-drift", got=", ".join(allow_drift), remedy="Add --resume")
     changes = list(overrides or [])
     if run_dir is not None:
         changes.append(f"run.dir={json.dumps(str(run_dir))}")
@@ -40,6 +47,6 @@ def train_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.train.start import train
 
-    summary = train(checked, num_ranks=nproc, resume=resume, watching=data_progress)
+    summary = train(checked, num_ranks=nproc, resume=resume, allow_drift=allow_drift or (), watching=data_progress)
     if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")

@@ -322,8 +322,15 @@ class CheckpointSection(Section):
     """Steps between checkpoints; null saves only at the end, on a stop, and where validation improves (`keep_best`)."""
     keep_last: Positive = 2
     """Newest checkpoints kept."""
+    keep_every: Positive | None = None
+    """Checkpoints of steps that are multiples of this are never removed."""
     keep_best: bool = True
     """Save where the validation loss is the lowest so far, and keep that one too."""
+    asynchronous: bool = True
+    """Write while the training goes on: it waits for a copy to host memory only, which is kept for the next save. The last save of a
+    run, and the one after a stop signal, are waited for."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """How long ranks wait for each other while they save; the training's own time-out is run.timeout_seconds."""
 
 
 class RunSection(Section):

@@ -5,7 +5,7 @@ Nothing here goes by the order of groups or parameters, which depends on the lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -60,8 +60,14 @@ def optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"rule": _rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
 
 
-def load_optimizer_values(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+def load_optimizer_values(
+    optimizer: torch.optim.Optimizer, values: dict[str, Any], *, trainable: Collection[str] | None = None
+) -> None:
     """Set the counts of steps from `optimizer_values`. Hyperparameters stay those of the recipe.
+
+    Args:
+        values: of the whole model.
+        trainable: names of the whole model's trained parameters, where this optimizer has only some (a pipeline stage's).
 
     Raises:
         CheckpointError: another rule, or other parameters than the ones being trained.
@@ -73,10 +79,11 @@ def load_optimizer_values(optimizer: torch.optim.Optimizer, values: dict[str, An
     create_state(optimizer)
     steps = dict(values["steps"])
     here = {name for group in optimizer.param_groups for name in group["param_names"]}
-    if here != steps.keys():
+    wanted = here if trainable is None else set(trainable)
+    if wanted != steps.keys():
         raise CheckpointError(
             "the checkpoint's optimizer trained other parameters; "
-            f"absent from it: {_some(here - steps.keys())}; absent here: {_some(steps.keys() - here)}",
+            f"absent from it: {_some(wanted - steps.keys())}; absent here: {_some(steps.keys() - wanted)}",
             field="checkpoint",
             remedy="Freeze the same parameters as the run that saved it",
         )

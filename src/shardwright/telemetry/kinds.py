@@ -136,7 +136,9 @@ class Checkpoint(Event):
     path: str
     size_bytes: int
     seconds: float
-    """That training stood still for it."""
+    """From the copy to host memory to the moment when it was whole on disk."""
+    stall_seconds: float | None = None
+    """That training stood still for it; less than `seconds` where it was written in the background."""
 
 
 @dataclass(frozen=True, kw_only=True)

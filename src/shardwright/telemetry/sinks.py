@@ -68,7 +68,9 @@ def describe(event: Event, progress: Progress | None = None) -> str:
         case Checkpoint():
             size, seconds = format_bytes(event.size_bytes), format_seconds(event.seconds)
             name = PurePath(event.path).name  # of the run folder's checkpoints: the whole path would fill the line
-            return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds})"
+            background = event.stall_seconds is not None and event.stall_seconds < 0.9 * event.seconds
+            stall = f", training waited {format_seconds(event.stall_seconds or 0.0)}" if background else ""
+            return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
         case Resumed():
             return f"resumed at step {event.step:,} from {event.path}"
         case SkippedStep():

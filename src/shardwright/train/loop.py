@@ -75,7 +75,7 @@ class Loop:
 
         Raises:
             Preempted: somebody asked to stop; the state is saved.
-            SaveFailed: a checkpoint could not be written.
+            SaveFailed: the last checkpoint could not be written.
             NonFiniteError: too many steps in a row without a finite gradient.
         """
         recipe, state, total_steps = self.checked.recipe, self.state, self.checked.total_steps
@@ -89,6 +89,7 @@ class Loop:
             done = self._step()
             state.step += 1
             minutes = self.meeting.hold(stop=bool(self.stop))
+            self.saver.poll()
             self._tell_step(done, minutes.memory_bytes)
             self._count_skips(done)
             at_end, stop = state.step == total_steps, minutes.stop
@@ -100,7 +101,7 @@ class Loop:
                 last_loss, improved = found or (last_loss, False)
             best_due = improved and recipe.checkpoint.keep_best
             if at_end or stop or best_due or _due(state.step, recipe.checkpoint.every_steps):
-                self.saver.save(best=improved)
+                self.saver.save(best=improved, last=at_end or stop)
             if stop and not at_end:
                 reason = self.stop.name or "a signal to another rank"
                 self.speaker.write("preempted", step=state.step, reason=reason)

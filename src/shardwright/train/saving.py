@@ -1,36 +1,54 @@
-"""What a checkpoint of a run holds, and how a run goes on from one."""
+"""What a checkpoint of a run holds, when training waits for it, and how a run goes on from one."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from shardwright.checkpoint.drift import Difference, differences
+from shardwright.checkpoint.background import BackgroundSaver
+from shardwright.checkpoint.commit import Keep
+from shardwright.checkpoint.drift import Difference, differences, split_allowed
 from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, read_values
 from shardwright.checkpoint.pieces import Part
-from shardwright.checkpoint.save import save_checkpoint
-from shardwright.errors import CheckpointError
+from shardwright.checkpoint.save import SavedCheckpoint
+from shardwright.errors import CheckpointError, SaveFailed
 from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.folder import RunFolder
-from shardwright.train.preflight import Checked
+from shardwright.train.preflight import FIXED_TRAINING, Checked
 from shardwright.train.setup import TrainState
+
+logger = logging.getLogger(__name__)
+
+FIXED_FIELDS = {
+    "model": "its tensors have other shapes or meanings",
+    "global_batch_size": "the data cursor counts batches: samples would be seen twice or never",
+    "optimizer.name": "its moments are another rule's",
+    "freeze": "its moments are those of other parameters",
+}
+"""What no resumed run may change, whatever it is allowed, and why."""
 
 
 @dataclass(frozen=True)
 class ResumeFrom:
-    """A whole checkpoint of the same run, and its values."""
+    """A whole checkpoint of the same run, its values, and the drift that was allowed by name."""
 
     checkpoint: WholeCheckpoint
     values: dict[str, Any]
+    allowed: tuple[Difference, ...] = ()
 
 
-def find_start(checked: Checked, folder: RunFolder) -> ResumeFrom | None:
+def find_start(checked: Checked, folder: RunFolder, allow_drift: Sequence[str] = ()) -> ResumeFrom | None:
     """Where a resumed run goes on; None where it ended before its first checkpoint. Every rank calls this, before any writes.
+
+    Args:
+        allow_drift: fields that may have changed, as a refusal names them; `optimizer` means all under it.
 
     Raises:
         CheckpointError: the checkpoints are damaged, or the recipe has changed in a way that would make it another run.
@@ -41,14 +59,14 @@ def find_start(checked: Checked, folder: RunFolder) -> ResumeFrom | None:
             raise CheckpointError("no whole checkpoint to resume from", field="run.dir", got=str(folder.checkpoints))
         return None
     values = read_values(found)
-    drift = differences(values["run"], checked.drift_fields)
-    if drift:
+    allowed, refused = split_allowed(differences(values["run"], checked.drift_fields), allow_drift, FIXED_FIELDS)
+    if refused:
         raise CheckpointError(
-            f"the recipe is no longer that of the run: {'; '.join(map(str, drift))}",
+            f"the recipe is no longer that of the run: {'; '.join(refused)}",
             field="--resume",
-            remedy="Undo the change, or start a new run (--run-dir)",
+            remedy="Undo the change, start a new run (--run-dir), or go on all the same (--allow-drift FIELD)",
         )
-    return ResumeFrom(found, values)
+    return ResumeFrom(found, values, tuple(allowed))
 
 
 def changes_since(start: ResumeFrom, checked: Checked) -> list[Difference]:
@@ -57,10 +75,10 @@ def changes_since(start: ResumeFrom, checked: Checked) -> list[Difference]:
 
 
 def _changeable(checked: Checked) -> dict[str, Any]:
-    """Sections that steer the run from here on, without making what it has learned another run's."""
+    """What steers the run from here on, without making what it has learned another run's."""
     recipe = checked.recipe
     return {
-        "training": recipe.training.model_dump(mode="json"),
+        "training": recipe.training.model_dump(mode="json", exclude=set(FIXED_TRAINING)),
         "precision": recipe.precision.model_dump(mode="json"),
         "recompute": recipe.recompute,
     }
@@ -77,6 +95,13 @@ class Saver:
     state: TrainState
     speaker: Speaker
     folder: RunFolder
+    speaks: bool
+    drift: list[dict[str, Any]] = field(default_factory=list)
+    """What was allowed to change, at which step; carried on from checkpoint to checkpoint."""
+
+    def __post_init__(self) -> None:
+        self._background = BackgroundSaver(timeout_seconds=self.checked.recipe.checkpoint.timeout_seconds)
+        self._stall_seconds = 0.0
 
     def tensors(self) -> dict[str, Part]:
         """Every tensor of the state by name, as this rank holds it: weights `model.*`, moments `optimizer.*`."""
@@ -96,32 +121,84 @@ class Saver:
             "skipped_in_a_row": state.skipped_in_a_row,
             "best_loss": state.best_loss if math.isfinite(state.best_loss) else None,
             "loss_scaler": None if state.scaler is None else state.scaler.state_dict(),
-            "optimizer": optimizer_values(state.optimizer),
             "layout": str(self.checked.plan.layout),
             "evaluation_due": state.evaluation_due,
             "run": self.checked.drift_fields,
             "recipe": _changeable(self.checked),
+            "drift": self.drift,
         }
 
-    def save(self, *, best: bool) -> None:
-        """Write a checkpoint of this step.
+    def save(self, *, best: bool, last: bool = False) -> None:
+        """Save this step: in the background, unless the recipe says otherwise or it is the `last` save of this process.
+
+        Where the save before is still being written, it is waited for. A save that fails is told and harms nothing: the older
+        checkpoints are whole, and training goes on.
 
         Raises:
-            SaveFailed: on every rank; the older checkpoints are whole. A run that cannot save (a full disk) is not worth its hours:
-                it ends, and goes on from the last checkpoint when there is room.
+            SaveFailed: the last save failed, on every rank: what was trained since the checkpoint before ends with this process.
         """
         began = time.perf_counter()
-        section = self.checked.recipe.checkpoint
-        saved = save_checkpoint(
-            self.folder.checkpoints,
-            self.state.step,
-            self.tensors(),
-            self.values(),
-            keep_last=section.keep_last,
-            best=best and section.keep_best,
+        section, step = self.checked.recipe.checkpoint, self.state.step
+        waits = self._background.is_saving
+        self._settle()
+        if waits:
+            logger.info("step %d waited %.3g s for the save before it", step, time.perf_counter() - began)
+        in_background = section.asynchronous and not last
+        try:
+            saved = (self._background.save if in_background else self._background.save_now)(
+                self.folder.checkpoints,
+                step,
+                self.tensors(),
+                self.values(),
+                merged={"optimizer": optimizer_values(self.state.optimizer)},
+                keep=Keep(section.keep_last, section.keep_every),
+                best=best and section.keep_best,
+            )
+        except SaveFailed as error:
+            if last:
+                raise
+            self._warn(str(error))
+            return
+        self._stall_seconds = time.perf_counter() - began
+        if saved is not None:
+            self._tell(saved, self._stall_seconds)
+
+    def poll(self) -> None:
+        """Tell of a save that has ended meanwhile; called once a step."""
+        if not self._background.is_saving:
+            self._settle()
+
+    def close(self, *, broken: bool = False) -> None:
+        """Wait for the save that is going on; not where the run is `broken`, and a peer that the save needs may be gone."""
+        if broken:
+            self._background.abandon()
+        else:
+            self._settle()
+            self._background.close()
+
+    def _settle(self) -> None:
+        """Wait for the save that is going on and tell what came of it."""
+        try:
+            saved = self._background.wait()
+        except SaveFailed as error:
+            self._warn(str(error))
+        else:
+            if saved is not None:
+                self._tell(saved, self._stall_seconds + saved.seconds)
+
+    def _tell(self, saved: SavedCheckpoint, seconds: float) -> None:
+        self.speaker.write(
+            "checkpoint",
+            step=saved.step,
+            path=str(saved.path),
+            size_bytes=saved.num_bytes,
+            seconds=seconds,
+            stall_seconds=self._stall_seconds,
         )
-        seconds = time.perf_counter() - began
-        self.speaker.write("checkpoint", step=self.state.step, path=str(saved.path), size_bytes=saved.num_bytes, seconds=seconds)
+
+    def _warn(self, message: str) -> None:
+        if self.speaks:  # it is the same on every rank
+            self.speaker.write("warning", message=message)
 
     def restore(self, start: ResumeFrom) -> None:
         """Go on from a checkpoint that `find_start` found to fit."""
@@ -132,7 +209,10 @@ class Saver:
         state.skipped_in_a_row = int(values["skipped_in_a_row"])
         state.evaluation_due = bool(values["evaluation_due"])
         state.best_loss = math.inf if values["best_loss"] is None else float(values["best_loss"])
-        load_optimizer_values(state.optimizer, values["optimizer"])
-        if state.scaler is not None:
+        load_optimizer_values(state.optimizer, values["optimizer"], trainable=state.model.trainable)
+        if state.scaler is not None and values["loss_scaler"] is not None:
             state.scaler.load_state_dict(values["loss_scaler"])
+        self.drift = [*values.get("drift", []), *({"step": state.step, **told.as_json()} for told in start.allowed)]
         self.speaker.write("resumed", step=state.step, path=str(found.path))
+        if start.allowed:
+            self._warn(f"allowed to differ from the run that saved: {'; '.join(map(str, start.allowed))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,12 @@ Watching = Callable[[], AbstractContextManager[Progress | None]]
 
 
 def train(
-    recipe: Recipe, *, num_ranks: int | None = None, resume: bool = False, watching: Watching = nullcontext
+    recipe: Recipe,
+    *,
+    num_ranks: int | None = None,
+    resume: bool = False,
+    allow_drift: Sequence[str] = (),
+    watching: Watching = nullcontext,
 ) -> dict[str, Any] | None:
     """Train a recipe; returns a summary of the run, on the rank that speaks.
 
@@ -66,10 +71,11 @@ def train(
         with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
             path = Path(name) / "recipe.yaml"
             path.write_text(dump_recipe(recipe), encoding="utf-8")
-            launch_ranks(world_size, "shardwright.train.worker", [str(path), *(["--resume"] if resume else [])])
+            allowed = [word for name in allow_drift for word in ("--allow-drift", name)]
+            launch_ranks(world_size, "shardwright.train.worker", [str(path), *(["--resume"] if resume else []), *allowed])
     else:
         with listening_for_stop() as stop:
-            train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, watching=watching)
+            train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, allow_drift=allow_drift, watching=watching)
     return summarise(folder) if ranks is None or ranks.speaks else None
 
 
@@ -80,7 +86,13 @@ def write_folder(checked: Checked, folder: RunFolder) -> None:
 
 
 def train_rank(
-    recipe: Recipe, ranks: RankEnvironment, stop: StopRequest, *, resume: bool = False, watching: Watching = nullcontext
+    recipe: Recipe,
+    ranks: RankEnvironment,
+    stop: StopRequest,
+    *,
+    resume: bool = False,
+    allow_drift: Sequence[str] = (),
+    watching: Watching = nullcontext,
 ) -> None:
     """One rank, from joining the others to the last step."""
     began = time.perf_counter()
@@ -89,7 +101,7 @@ def train_rank(
         with watching() if ranks.speaks else nullcontext() as progress:
             checked = check(recipe, ranks.world_size, progress=progress)
         folder = RunFolder.of(recipe)
-        start = find_start(checked, folder) if resume else None
+        start = find_start(checked, folder, allow_drift) if resume else None
         if ranks.speaks:
             write_folder(checked, folder)
         meeting = Meeting(ranks, device)
@@ -118,7 +130,7 @@ def _train(
     began: float,
 ) -> None:
     state = build_state(checked, device, meeting.any)
-    saver = Saver(checked, state, speaker, folder)
+    saver = Saver(checked, state, speaker, folder, ranks.speaks)
     loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop)
     _tell_start(loop)
     if start is not None:
@@ -137,10 +149,14 @@ def _train(
 
     try:
         final_loss = loop.run()
+        saver.close()
     except Preempted:
+        saver.close()
         tell_end("preempted")
         raise
     except Exception as error:
+        # An error of ours that ends a run is raised by every rank; after another one a peer may be gone.
+        saver.close(broken=not isinstance(error, RunFailed))
         with suppress(RunFailed):  # where the disk is full this cannot be written either, and `error` is what matters
             speaker.write("failed", step=state.step, message=f"{type(error).__name__}: {error}", rank=ranks.rank)
         raise

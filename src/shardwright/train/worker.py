@@ -1,7 +1,8 @@
-"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RECIPE [--resume]`."""
+"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RECIPE [--resume] [--allow-drift FIELD]`."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,14 @@ from shardwright.errors import ExitCode
 from shardwright.train.outcome import note_outcome, note_process
 from shardwright.train.ranks import find_ranks
 from shardwright.train.signals import listening_for_stop, stop_without_parent
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--allow-drift", action="append", default=[])
+    return parser
 
 
 def main() -> int:
@@ -25,7 +34,8 @@ def main() -> int:
             from shardwright.config import load_recipe
             from shardwright.train.start import train_rank
 
-            train_rank(load_recipe(Path(sys.argv[1])), ranks, stop, resume="--resume" in sys.argv[2:])
+            given = _parser().parse_args()
+            train_rank(load_recipe(given.recipe), ranks, stop, resume=given.resume, allow_drift=given.allow_drift)
         except BaseException as error:
             failure = error
     code = note_outcome(ranks.rank, failure)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from shardwright.checkpoint.commit import Keep
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint
 from shardwright.checkpoint.save import save_checkpoint
@@ -174,7 +175,7 @@ def prepare(root: Path, *, damaged: bool) -> None:
 
 
 def save_new(root: Path, disk: Disk) -> None:
-    save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}, keep_last=1, best=True, disk=disk)
+    save_checkpoint(root, NEW, tensors_of(NEW), {"step": NEW}, keep=Keep(1), best=True, disk=disk)
 
 
 def check_after(root: Path) -> int:
@@ -185,7 +186,7 @@ def check_after(root: Path) -> int:
     tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()}
     assert load_checkpoint(found, tensors) == {"step": found.step}
     assert all(torch.equal(tensors[name], tensor) for name, tensor in tensors_of(found.step).items())
-    save_checkpoint(root, NEW + 10, tensors_of(NEW + 10), {}, keep_last=1)
+    save_checkpoint(root, NEW + 10, tensors_of(NEW + 10), {}, keep=Keep(1))
     left = sorted(path.name for path in root.iterdir())
     best = (root / "best").read_text().strip()
     assert left == sorted({"best", "latest", "step-00000040", best}), left

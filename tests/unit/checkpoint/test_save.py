@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardwright.checkpoint.commit import prune, remove_checkpoints
+from shardwright.checkpoint.commit import Keep, prune, remove_checkpoints
 from shardwright.checkpoint.drift import differences
 from shardwright.checkpoint.load import load_checkpoint, newest_checkpoint, read_values
 from shardwright.checkpoint.pieces import DTYPE_NAMES
@@ -50,9 +50,9 @@ def test_loading_into_parameters_and_views_fills_them_in_place(tmp_path: Path) -
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
-        save(tmp_path, step, keep_last=2, best=step == 2)
+        save(tmp_path, step, keep=Keep(2), best=step == 2)
     assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000004", "step-00000005"]
-    save(tmp_path, 6, keep_last=2, best=True)
+    save(tmp_path, 6, keep=Keep(2), best=True)
     assert names(tmp_path) == ["best", "latest", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").read_text() == "step-00000006\n"
 
@@ -61,9 +61,9 @@ def test_none_is_removed_unless_asked(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     assert len(names(tmp_path)) == 4
-    assert [path.name for path in prune(tmp_path, 1)] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in prune(tmp_path, Keep(1))] == ["step-00000001", "step-00000002"]
     with pytest.raises(CheckpointError, match="keep_last"):
-        prune(tmp_path, 0)
+        prune(tmp_path, Keep(0))
 
 
 def test_going_back_leaves_the_course_that_was_given_up(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_going_back_leaves_the_course_that_was_given_up(tmp_path: Path) -> None:
     found = newest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 10
-    save(tmp_path, 15, keep_last=2)
+    save(tmp_path, 15, keep=Keep(2))
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000015"]
 
 
 def test_a_step_saved_again_is_the_one_that_counts(tmp_path: Path) -> None:
     for value in (1, 2, 3):
-        save_checkpoint(tmp_path, 7, {"x": torch.tensor(value)}, {}, keep_last=2)
+        save_checkpoint(tmp_path, 7, {"x": torch.tensor(value)}, {}, keep=Keep(2))
     assert names(tmp_path) == ["latest", "step-00000007.2"]
     tensors = {"x": torch.tensor(0)}
     found = newest_checkpoint(tmp_path)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwright.checkpoint.background import BackgroundSaver
+from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
-from shardwright.errors import Preempted
-from shardwright.telemetry.events import Evaluation, Step, Warned, read_events, surviving
+from shardwright.errors import CheckpointError, Preempted, SaveFailed
+from shardwright.telemetry.events import Checkpoint, Evaluation, Step, Warned, read_events, surviving
+from shardwright.train import saving
 from shardwright.train.loop import Loop
+from shardwright.train.saving import Saver
 from shardwright.train.start import train
 from shardwright.train.step import StepTimes
 from tests.unit.train.finished import ALPHABET, CONFIG
@@ -78,8 +85,69 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(tmp_path: Path, monkey
 
 def test_what_may_change_on_resume_is_told(tmp_path: Path) -> None:
     train(recipe_in(tmp_path))
-    train(recipe_in(tmp_path, max_steps=3, learning_rate=2e-3), resume=True)
+    train(recipe_in(tmp_path, max_steps=3), resume=True)
     told = [event.message for event in read_events(tmp_path / "run").of(Warned)]
-    assert told == [
-        "changed since the checkpoint: training.learning_rate: saved 0.001, now 0.002; training.max_steps: saved 2, now 3"
+    assert told == ["changed since the checkpoint: training.max_steps: saved 2, now 3"]
+
+
+def test_drift_is_refused_field_by_field_and_allowed_by_name(tmp_path: Path) -> None:
+    train(recipe_in(tmp_path))
+    changed = recipe_in(tmp_path, max_steps=3, learning_rate=2e-3, micro_batch_size=1).model_copy(update={"seed": 5})
+    rate, seed = "training.learning_rate: saved 0.001, now 0.002", "seed: saved 0, now 5"
+    batch = "global_batch_size: saved 2, now 1 (cannot be allowed"
+    with pytest.raises(CheckpointError) as refused:
+        train(changed, resume=True, allow_drift=["seed", "global_batch_size"])
+    assert rate in str(refused.value)
+    assert batch in str(refused.value)
+    assert seed not in str(refused.value)
+    changed = recipe_in(tmp_path, max_steps=3, learning_rate=2e-3).model_copy(update={"seed": 5})
+    train(changed, resume=True, allow_drift=["seed", "training"])
+    assert any(f"{seed}; {rate}" in event.message for event in read_events(tmp_path / "run").of(Warned))
+    values = json.loads((tmp_path / "run" / "checkpoints" / "step-00000003" / "values.json").read_text())
+    assert values["drift"] == [
+        {"step": 2, "field": "seed", "saved": 0, "current": 5},
+        {"step": 2, "field": "training.learning_rate", "saved": 0.001, "current": 0.002},
     ]
+
+
+class NoRoom(Disk):
+    """A disk that is full at chosen saves."""
+
+    full = False
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        if NoRoom.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(descriptor, data)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_fails_is_told_and_training_goes_on_unless_it_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    monkeypatch.setattr(saving, "BackgroundSaver", partial(BackgroundSaver, disk=NoRoom()))
+    recipe = recipe_in(tmp_path, max_steps=3)
+    section = recipe.checkpoint.model_copy(update={"every_steps": 1, "asynchronous": asynchronous, "keep_best": False})
+    recipe = recipe.model_copy(update={"checkpoint": section})
+    save = Saver.save
+
+    def save_to_the_end(saver: Saver, **options: Any) -> None:
+        NoRoom.full = saver.state.step == full_at
+        save(saver, **options)
+        saver._settle()
+
+    monkeypatch.setattr(Saver, "save", save_to_the_end)
+    full_at = 2
+    train(recipe)
+    events = read_events(tmp_path / "run")
+    assert [event.step for event in events.of(Checkpoint)] == [1, 3]
+    (warning,) = events.of(Warned)
+    assert "No space left" in warning.message
+    for event in events.of(Checkpoint):
+        assert event.stall_seconds is not None
+        assert 0 < event.stall_seconds <= event.seconds
+
+    full_at = 3
+    with pytest.raises(SaveFailed, match="No space left"):
+        train(recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(tmp_path / "other")})}))
+    assert [event.step for event in read_events(tmp_path / "other").of(Checkpoint)] == [1, 2]
