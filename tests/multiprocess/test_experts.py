@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import read_config, shape_of
+from shardwright.config.schema import PrecisionSection
 from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.numerics import chunked_cross_entropy
+from shardwright.parallel import apply_layout, build_mesh, expert
+from shardwright.plan import BatchPlan, Plan
 from shardwright.verify.cases import DTYPES, Case
 from shardwright.verify.matrix import Report, verify
 from tests.multiprocess.models import recipe_of
@@ -116,3 +125,48 @@ def test_experts_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Lay
 def test_experts_with_rows_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
     report = run(ranks, config, layout, case)
     assert report.passed, failures(report)
+
+
+def note_the_order(zero_stage: Any) -> list[str]:
+    """Exchanges issued and waited for, and shared experts, forward and backward, in one sparse layer."""
+    noted: list[str] = []
+    shape = read_config(DEEPSEEK)
+    layout = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
+    with torch.device("meta"):
+        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
+    specs = {spec.name: spec for spec in shape.parameters()}
+    plan = Plan(layout, BatchPlan(12, 2, 1, 2), PrecisionSection())
+    model = apply_layout(
+        decoder,
+        plan,
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+    )
+    issue, wait = expert.issue, expert.wait
+
+    def noted_issue(*arguments: Any) -> Any:
+        noted.append("issue")
+        return issue(*arguments)
+
+    def noted_wait(work: Any) -> None:
+        noted.append("wait")
+        wait(work)
+
+    shared = decoder.get_submodule("model.layers.1.mlp.shared_experts.down_proj")
+    shared.register_forward_hook(lambda *_arguments: noted.append("shared"))
+    shared.register_full_backward_hook(lambda *_arguments: noted.append("shared"))
+    ids_BT = torch.arange(24).view(2, 12)
+    with patch.object(expert, "issue", noted_issue), patch.object(expert, "wait", noted_wait):
+        loss = model.module(ids_BT, labels_BT=ids_BT)
+        noted.append("backward")
+        loss.backward()
+    return noted
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_shared_experts_run_while_rows_travel(ranks: RankPool, zero_stage: int) -> None:
+    forward = ["issue", "shared", "wait", "issue", "wait"]
+    backward = ["issue", "wait", "issue", "shared", "wait"]
+    for noted in ranks.run(2, note_the_order, zero_stage):
+        assert noted == [*forward, "backward", *backward]

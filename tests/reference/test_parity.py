@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.architecture import FAMILIES, cut, read_config
 from shardwright.model import Decoder
+from shardwright.model.routing import ExpertRules
 from tests.reference.cases import CASES, LONG
 
 TOLERANCE = 1e-5
@@ -114,7 +115,27 @@ def test_logits_loss_and_gradients(case: str, attention: Literal["auto", "explic
         assert value * norm < TOLERANCE * norm + 1e-8 * largest, (name, value, worst, found[worst])
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "gemma2", "smollm3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "olmoe"])
+def test_balance_loss_of_one_row_and_one_layer(case: str, tmp_path: Path) -> None:
+    """Theirs mixes rows and layers before it multiplies, ours multiplies first; with one of each they are the same number."""
+    config = CASES[case] | {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+    theirs = build_theirs(config)
+    ours = build_ours(config, theirs, tmp_path, expert_rules=ExpertRules(balance_loss_coefficient=0.3))
+    ids_BT = torch.randint(0, config["vocab_size"], (1, LONG + 1))
+    inputs_BT, labels_BT = ids_BT[:, :-1], ids_BT[:, 1:]
+    output = theirs(inputs_BT, labels=labels_BT, shift_labels=labels_BT)
+    output.loss.backward()
+    (ours(inputs_BT, labels_BT=labels_BT, row_weight=1.0) / LONG).backward()
+    expected = gradients_by_file_name(theirs, config["model_type"])
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        assert distance(parameter.grad, expected[name]) < TOLERANCE, name
+    assert ours.shape.experts is not None
+    table = ours.router_tally.take(1, ours.shape.experts.num_experts, torch.device("cpu"))
+    assert table[0, -2].item() == pytest.approx(output.aux_loss.item(), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "gemma2", "smollm3", "gpt_neox", "gpt2", "mixtral", "deepseek_v3"])
 def test_packed_documents(case: str, tmp_path: Path) -> None:
     """They recognise packed documents by positions that begin again; we are told."""
     config = CASES[case]
@@ -129,7 +150,11 @@ def test_packed_documents(case: str, tmp_path: Path) -> None:
     assert distance(ours(ids_BT, document_ids_BT=documents_BT), logits) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["llama-wide-heads", "phi3-longrope-long", "gemma3_text-older", "smollm3", "gpt2", "gpt_neox"])
+CUT = ["llama-wide-heads", "phi3-longrope-long", "gemma3_text-older", "smollm3", "gpt2", "gpt_neox"]
+CUT_SPARSE = ["mixtral", "qwen3_moe-some-dense-normalised", "olmoe", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("case", CUT + CUT_SPARSE)
 def test_a_cut_model_is_one_of_theirs(case: str, tmp_path: Path) -> None:
     config = cut(read_config(CASES[case]), num_layers=2, hidden_size=32, vocab_size=50, sequence_length=20).to_config()
     theirs = build_theirs(config)

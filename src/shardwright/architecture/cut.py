@@ -128,8 +128,8 @@ def _narrower_latents(latent: LatentShape, head_dim: int, whole_head_dim: int) -
         "v_head_dim": max(1, round(latent.value_dim * ratio)),
         "kv_lora_rank": max(2, round(latent.key_value_rank * ratio)),
         "q_lora_rank": None if latent.query_rank is None else max(2, round(latent.query_rank * ratio)),
-        "head_dim": None,
-        "qk_head_dim": None,
+        "head_dim": rope_dim,
+        "qk_head_dim": head_dim,
     }
 
 

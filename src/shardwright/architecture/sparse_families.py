@@ -146,7 +146,7 @@ def _deepseek_v3(fields: Fields) -> ModelShape:
         interleaved=fields.flag("rope_interleave", True),
     )
     for name, value in (("head_dim", latent.rope_dim), ("qk_head_dim", latent.nope_dim + latent.rope_dim)):
-        fields.only(name, (value, None), "transformers derives this from the parts of a head, whatever the file says")
+        fields.only(name, (value,), "transformers derives this from the parts of a head, whatever the file says")
     max_positions = fields.integer("max_position_embeddings")
     rope = read_rope_of_model(fields, latent.rope_dim, max_positions, theta=10_000.0)
     head_dim = latent.nope_dim + latent.rope_dim

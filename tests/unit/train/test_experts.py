@@ -1,0 +1,43 @@
+"""Loads told and watched."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.architecture import read_config
+from shardwright.train.experts import ExpertLoads, LoadWatch, read_loads
+from tests.reference.cases import CASES
+
+
+def loads(*tokens: int, layer: int = 3) -> ExpertLoads:
+    return ExpertLoads({layer: tokens}, 0, 0.0, 0.0)
+
+
+def test_a_table_becomes_loads_of_sparse_layers() -> None:
+    shape = read_config(CASES["deepseek_v3"])  # one dense layer, two sparse ones
+    table = torch.zeros(3, 8 + 3, dtype=torch.float64)
+    table[1:, :8] = torch.tensor([[4, 0, 0, 0, 0, 0, 0, 4], [1, 1, 1, 1, 1, 1, 1, 1]])
+    table[1:, 8:] = torch.tensor([[2, 6.0, 1.0], [1, 3.0, 2.0]])
+    found = read_loads(table, shape, num_rows=3)
+    assert found.tokens == {1: (4, 0, 0, 0, 0, 0, 0, 4), 2: (1,) * 8}
+    assert (found.dropped, found.balance_loss, found.z_loss, found.busiest) == (3, 1.5, 0.5, 4.0)
+
+
+def test_an_overloaded_expert_is_named_once_with_numbers() -> None:
+    watch = LoadWatch(experts_per_token=1)  # of four experts: limit 2.5 times the even share
+    even, heavy = loads(25, 25, 25, 25), loads(5, 85, 5, 5)
+    assert [watch.observe(heavy) for _ in range(watch.STEPS - 1)] == [None] * (watch.STEPS - 1)
+    told = watch.observe(heavy)
+    assert told is not None
+    assert "expert 1 of layer 3" in told
+    assert "3.4 times its even share" in told
+    assert "85 of 100 choices (85%; even is 25%)" in told
+    assert watch.observe(heavy) is None
+    assert all(watch.observe(even) is None for _ in range(60))
+    assert sum(watch.observe(heavy) is not None for _ in range(60)) == 1
+
+
+def test_a_burst_is_not_a_habit() -> None:
+    watch = LoadWatch(experts_per_token=1)
+    for step in range(100):
+        assert watch.observe(loads(0, 100, 0, 0) if step % 10 == 9 else loads(25, 25, 25, 25)) is None
