@@ -24,6 +24,8 @@ class Framework:
 
     engine: Engine
     zero_stage: ZeroStage = 1
+    zero_stage_in_pipeline: ZeroStage | None = None
+    """What a stated stage 3 is under pp: torchtitan gathers once per step there and keeps parameters whole between passes."""
     recompute: RecomputeKind = "none"
     recompute_of_shards: RecomputeKind | None = None
     """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
@@ -46,7 +48,8 @@ FRAMEWORKS: dict[str, Framework] = {
             reduce_bytes=4.0,
             whole_gradients=True,
             keeps_gathered_sequence=False,
-            rotary_tensors=1.0,
+            gated_tensors=4.0,
+            rotary_tensors=2.0,
             norm_tensors=3.0,
             logit_bytes=13.0,
         ),
@@ -89,8 +92,9 @@ FRAMEWORKS: dict[str, Framework] = {
         zero_stage=3,
     ),
     "torchtitan": Framework(
-        Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0, selective_share=0.58, logit_bytes=10.0),
+        Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0, selective_share=0.58, logit_bytes=14.0),
         zero_stage=3,
+        zero_stage_in_pipeline=2,
         recompute="selective",
     ),
     "litgpt": Framework(

@@ -132,7 +132,8 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
     )
     cluster = _cluster(row, framework)
     layout = _layout(row, framework, shape, cluster)
-    micro = _whole(row, "micro_batch") or (_whole(row, "notes.local_batch") if layout.pp == 1 else None)
+    local = _whole(row, "notes.local_batch")
+    micro = _whole(row, "micro_batch") or (max(1, local // layout.pp) if local else None)  # torchtitan: as many parts as stages
     return Case(
         id=name,
         source=row["source_group"],
@@ -184,6 +185,8 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
     stated = row["zero_stage"]
     stage = int(stated) if stated in ("0", "1", "2", "3") else framework.zero_stage
     stage = 1 if stage == 0 and (ep > 1 or cp > 1) else stage
+    if stage == 3 and pp > 1 and framework.zero_stage_in_pipeline is not None:
+        stage = framework.zero_stage_in_pipeline
     stage = 0 if data * cp == 1 else stage
     virtual = _whole(row, "virtual_pp") or (2 if row["notes.schedule"] else 1)
     interleaved = pp > 1 and virtual > 1
