@@ -327,8 +327,8 @@ class CheckpointSection(Section):
     keep_best: bool = True
     """Save where the validation loss is the lowest so far, and keep that one too."""
     asynchronous: bool = True
-    """Write while the training goes on: it waits for a copy to host memory only, which is kept for the next save. The last save of a
-    run, and the one after a stop signal, are waited for."""
+    """Write while the training goes on: it waits for a copy to host memory only, which is kept for the next save. The last save of
+    a run, and the one after a stop signal, are waited for."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """How long ranks wait for each other while they save; the training's own time-out is run.timeout_seconds."""
 

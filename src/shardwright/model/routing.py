@@ -50,7 +50,10 @@ def resolve_rules(section: MoeSection, shape: ModelShape) -> ExpertRules | None:
     """
     experts = shape.experts
     if experts is None:
-        for key in section.model_fields_set:
+        # By value, not by what was written: the launcher's ranks read the whole recipe, defaults and all.
+        for key, known in type(section).model_fields.items():
+            if getattr(section, key) == known.default:
+                continue
             raise RecipeError(
                 "this model has no experts",
                 field=f"moe.{key}",
