@@ -106,6 +106,8 @@ def test_features_that_are_off_change_nothing(family: str) -> None:
             continue
         if field in ("final_logit_softcapping", "attention_bias", "partial_rotary_factor"):
             continue
+        if field in ("num_experts", "num_local_experts") and read_config(plain).experts is not None:
+            continue  # two spellings of one number
         for value in values:
             assert read_config({**plain, field: value}) == read_config(plain), (field, value)
 
