@@ -69,11 +69,16 @@ class ChatTemplate:
         texts, spans = rendered
         return texts[0], (spans[0] if marks else [])
 
-    def locate(self, messages: Sequence[Mapping[str, Any]], tools: Any, wanted: Sequence[int]) -> tuple[str, list[Span]]:
+    def locate(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, wanted: Sequence[int], control_tokens: Sequence[str]
+    ) -> tuple[str, list[Span]]:
         """The rendered conversation, and where the turns of the indices `wanted` lie in it.
 
         An assistant's turn begins behind the header that a prompt for it ends with; any other begins with its header. It ends
         where the conversation up to it ends, or its marker does.
+
+        Args:
+            control_tokens: some templates write one more of them behind the last turn only; it is no part of earlier turns.
 
         Raises:
             Unusable: the template throws.
@@ -83,7 +88,7 @@ class ChatTemplate:
         marked = self.has_markers and set(wanted) <= set(assistants)
         whole, marks = self._render(messages, tools, prompt=False, marks=marked)
         if not marked:
-            return whole, [self._locate_turn(messages, tools, index, whole) for index in wanted]
+            return whole, [self._locate_turn(messages, tools, index, whole, control_tokens) for index in wanted]
         if len(marks) != len(assistants):
             raise TokenizerError(
                 "the chat template's generation markers are not one for each turn of the assistant",
@@ -94,9 +99,13 @@ class ChatTemplate:
         by_turn = dict(zip(assistants, marks, strict=True))
         return whole, [Span(*by_turn[index]) for index in wanted]
 
-    def _locate_turn(self, messages: Sequence[Mapping[str, Any]], tools: Any, index: int, whole: str) -> Span:
+    def _locate_turn(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, index: int, whole: str, control_tokens: Sequence[str]
+    ) -> Span:
         before = self.render(messages[:index], tools, prompt=messages[index]["role"] == "assistant") if index else ""
         through = whole if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
+        if not whole.startswith(through):
+            through = _without_final_tokens(through, whole, control_tokens)
         for part, what in ((before, "before"), (through, "up to")):
             if not whole.startswith(part):
                 raise TokenizerError(
@@ -109,6 +118,16 @@ class ChatTemplate:
         if len(through) <= len(before):
             raise Unusable(f"the chat template leaves turn {index + 1} out")
         return Span(len(before), len(through))
+
+
+def _without_final_tokens(through: str, whole: str, control_tokens: Sequence[str]) -> str:
+    """`through` less the control tokens at its end that `whole` does not go on with, as long as one remains."""
+    shorter = through.rstrip()
+    while token := next((token for token in control_tokens if shorter.endswith(token)), None):
+        if whole.startswith(shorter):
+            return shorter
+        shorter = shorter.removesuffix(token).rstrip()
+    return through
 
 
 def _difference(whole: str, part: str) -> str:

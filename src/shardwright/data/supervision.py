@@ -99,9 +99,10 @@ class Encoder:
         wanted = self._wanted_turns(messages)
         if not wanted:
             raise Unusable("nothing in it is supervised: every turn that would be has a loss weight of 0")
-        text, spans = self._template.locate(messages, tools, wanted)
+        text, spans = self._template.locate(messages, tools, wanted, self._control_tokens)
         spans = [self._with_end(text, span) for span in spans]
-        _check_reasoning(messages, wanted, text, spans)
+        for index, span in zip(wanted, spans, strict=True):
+            self._check_turn(messages[index], index + 1, text[span.start : span.end])
         whole_turns = self._supervise == "all" and not any("loss_weight" in turn for turn in messages)
         if whole_turns:
             ids = self._tokenizer.encode_rendered([text])[0]
@@ -138,6 +139,24 @@ class Encoder:
             remedy="Let the template end turns with eos_token, or use the tokenizer that belongs to it",
         )
 
+    def _check_turn(self, turn: Mapping[str, Any], number: int, text: str) -> None:
+        """Reasoning that the template drops would be lost in silence, and what it writes behind a turn's end would be learnt."""
+        squeezed = _squeeze(text)
+        if _squeeze(turn.get("reasoning_content", "")) not in squeezed:
+            raise Unusable(f"the chat template leaves out the reasoning of turn {number}")
+        body = squeezed
+        while token := next((token for token in self._control_tokens if body.endswith(_squeeze(token))), None):
+            body = body.removesuffix(_squeeze(token))
+        content = _squeeze(turn["content"])
+        behind = body[body.rfind(content) + len(content) :] if content in body else ""
+        if "tool_calls" not in turn and self._spelled.search(behind):
+            raise TokenizerError(
+                "the chat template writes more behind the end of a turn",
+                field="data.chat_template",
+                got=repr(text[-_SHOWN_CHARACTERS:]),
+                remedy="Let it write the header of the next turn only `if add_generation_prompt`",
+            )
+
     def _encode_spans(self, text: str, spans: Sequence[Span]) -> Encoded:
         borders = sorted({place for span in spans for place in span} - {0})
         ids, *before = self._tokenizer.encode_rendered([text, *(text[:border] for border in borders)])
@@ -167,9 +186,6 @@ def _as_messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*system, *pair]
 
 
-def _check_reasoning(messages: Sequence[Mapping[str, Any]], wanted: Sequence[int], text: str, spans: Sequence[Span]) -> None:
-    """Reasoning that a supervised turn has and the template drops would be lost in silence."""
-    for index, span in zip(wanted, spans, strict=True):
-        reasoning = messages[index].get("reasoning_content", "")
-        if reasoning and "".join(reasoning.split()) not in "".join(text[span.start : span.end].split()):
-            raise Unusable(f"the chat template leaves out the reasoning of turn {index + 1}")
+def _squeeze(text: str) -> str:
+    """Without white space, which templates trim and add."""
+    return "".join(text.split())

@@ -25,6 +25,8 @@ MARKED = (
     "{{ '<|im_end|>\n' }}{% endfor %}"
 ) + PROMPT
 FORGETS_REASONING = CHATML.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
+FINAL_TOKEN = CHATML.removesuffix("{% endif %}") + "{% else %}{{ '<|eot|>' }}{% endif %}"
+ALWAYS_PROMPTS = CHATML.removesuffix(PROMPT) + "{{ '<|im_start|>assistant<|eot|>\n' }}"
 NO_END = (
     "{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"

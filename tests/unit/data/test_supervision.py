@@ -16,7 +16,9 @@ from shardwright.data.tokenize import load_tokenizer, train_characters
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import TokenizerError
 from tests.unit.data.chat_tokenizers import (
+    ALWAYS_PROMPTS,
     CHATML,
+    FINAL_TOKEN,
     FORGETS_REASONING,
     MARKED,
     NO_END,
@@ -137,6 +139,18 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_sample(tmp_p
     with pytest.raises(TokenizerError, match=r"turn 2.*<think>because.*expected.*supervise: last"):
         Chat(tmp_path / "a", FORGETS_REASONING).learnt(messages)
     assert Chat(tmp_path / "b", FORGETS_REASONING, "last").learnt(messages) == ["four<|im_end|>"]
+
+
+def test_a_token_behind_the_last_turn_only_is_no_part_of_earlier_turns(tmp_path: Path) -> None:
+    learnt = Chat(tmp_path, FINAL_TOKEN).learnt(LONG)
+    assert learnt[0] == "The sun is out.<|im_end|>"
+    assert learnt[1].endswith("é.<|im_end|>\n<|eot|>")
+
+
+def test_a_template_that_always_prompts_is_refused(tmp_path: Path) -> None:
+    """It ends with the header of a turn that is not there, and that would be learnt."""
+    with pytest.raises(TokenizerError, match=r"writes more behind the end of a turn.*<\|im_start\|>assistant"):
+        Chat(tmp_path, ALWAYS_PROMPTS).learnt(turns("one", "two"))
 
 
 def test_reasoning_that_the_template_drops_is_not_lost_in_silence(tmp_path: Path) -> None:
