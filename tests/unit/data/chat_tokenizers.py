@@ -26,7 +26,9 @@ MARKED = (
 ) + PROMPT
 FORGETS_REASONING = CHATML.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
 FINAL_TOKEN = CHATML.removesuffix("{% endif %}") + "{% else %}{{ '<|eot|>' }}{% endif %}"
-ALWAYS_PROMPTS = CHATML.removesuffix(PROMPT) + "{{ '<|im_start|>assistant<|eot|>\n' }}"
+ALWAYS_PROMPTS = (
+    CHATML.removesuffix(PROMPT).replace("m.role + '\n'", "m.role + '<|eot|>\n'") + "{{ '<|im_start|>assistant<|eot|>\n' }}"
+)
 NO_END = (
     "{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
