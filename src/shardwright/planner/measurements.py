@@ -63,7 +63,8 @@ MemoryMetric = Literal["allocated", "reserved", "device"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row in the planner's terms. `micro_batch_stated` False: the planner picks the fastest that fits."""
+    """One row in the planner's terms. `micro_batch_stated` False: the planner picks the fastest that fits. `recompute_stated`
+    False: the candidate's is its trainer's habit."""
 
     id: str
     source: str
@@ -73,6 +74,7 @@ class Case:
     cluster: Cluster
     metric: MemoryMetric = "device"
     micro_batch_stated: bool = True
+    recompute_stated: bool = True
     features: tuple[str, ...] = ()
     """Kernels and settings that have efficiencies of their own, in words of `efficiencies.yaml`."""
 
@@ -143,6 +145,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         cluster=cluster,
         metric=_metric(row["mem_metric"]),
         micro_batch_stated=micro is not None,
+        recompute_stated=row["recompute"] in ("none", "selective", "full"),
         features=_features(row),
     )
 

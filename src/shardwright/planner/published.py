@@ -39,7 +39,16 @@ def predict_row(case: Case, efficiencies: Efficiencies | None = None) -> Predict
     """One row's throughput, memory in the row's own metric, and whether it fits."""
     prediction = predict_case(case, efficiencies)
     memory = {"allocated": prediction.memory.live, "reserved": prediction.memory.reserved, "device": prediction.memory.total}
-    return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory[case.metric] / GIB_BYTES, prediction.fits)
+    fits = prediction.fits or _fits_recomputed(case, prediction, efficiencies)
+    return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory[case.metric] / GIB_BYTES, fits)
+
+
+def _fits_recomputed(case: Case, prediction: Prediction, efficiencies: Efficiencies | None) -> bool:
+    """Whether a row that says nothing of recomputation fits when it recomputes everything."""
+    if case.recompute_stated:
+        return False
+    leanest = replace(prediction.candidate, recompute="full")
+    return predict_case(replace(case, candidate=leanest, micro_batch_stated=True, recompute_stated=True), efficiencies).fits
 
 
 def predict_case(case: Case, efficiencies: Efficiencies | None = None) -> Prediction:

@@ -1,0 +1,48 @@
+"""The fitted efficiencies: which section wins, and that the packaged file can be read for every accelerator."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.hardware import accelerators, find_accelerator
+from shardwright.planner import Efficiency
+from shardwright.planner.achieved import Efficiencies, load_efficiencies
+from shardwright.planner.frameworks import FRAMEWORKS
+
+H100 = find_accelerator("H100")
+
+
+def test_the_narrower_entry_wins() -> None:
+    efficiencies = Efficiencies(
+        {
+            "accelerators": {"Hopper": {"matmul_share": 0.7, "m_half": 100.0}, "H100-80GB-SXM": {"m_half": 200.0}},
+            "frameworks": {"aleph": {"matmul_share": 0.6}},
+            "features": {"torch": {"bytes_share": 3.0}},
+        }
+    )
+    plain = efficiencies.of(H100)
+    assert (plain.matmul_share, plain.m_half, plain.bytes_share) == (0.7, 200.0, 1.0)
+    special = efficiencies.of(H100, "aleph", ["torch"])
+    assert (special.matmul_share, special.m_half, special.bytes_share) == (0.6, 200.0, 3.0)
+    assert efficiencies.of(find_accelerator("A100")) == Efficiency(), "what was not fitted is the default"
+
+
+def test_one_number_changed_leaves_the_rest() -> None:
+    before = Efficiencies({"frameworks": {"aleph": {"matmul_share": 0.6}}})
+    after = before.with_value("frameworks", "aleph", "m_half", 1.0)
+    assert after.of(H100, "aleph").matmul_share == 0.6
+    assert after.of(H100, "aleph").m_half == 1.0
+    assert before.of(H100, "aleph").m_half == Efficiency().m_half
+    with pytest.raises(AssertionError):
+        before.with_value("frameworks", "aleph", "luck", 1.0)
+
+
+@pytest.mark.parametrize("name", accelerators())
+def test_the_packaged_numbers_are_shares_and_seconds(name: str) -> None:
+    for framework in ("shardwright", *FRAMEWORKS):
+        achieved = load_efficiencies().of(find_accelerator(name), framework)
+        for share in ("matmul_share", "attention_forward_share", "memory_share", "intra_share", "inter_share", "data_overlap"):
+            assert 0 < getattr(achieved, share) <= 1, share
+        assert all(0 < share <= 1 for share in achieved.matmul_share_by_precision.values())
+        assert 0 < achieved.host_seconds < 1e-3
+        assert 0 <= achieved.straggler_share < 0.5
