@@ -12,6 +12,7 @@ from typing import Any
 from shardwright.config.schema import PrecisionSection, Recipe, RecomputeKind, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
+from shardwright.schedule import load_schedule
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,31 @@ def resolve(recipe: Recipe, world_size: int) -> Plan:
 
     Raises:
         LayoutError, RecipeError: degrees or batch sizes that contradict each other, with the arithmetic shown.
+        ScheduleError: a pipeline schedule that does not take the step's micro-batches.
     """
     layout = resolve_layout(recipe.layout, world_size)
+    batch = resolve_batch(recipe.training, layout.data_ranks)
+    if layout.pp > 1:
+        _check_schedule(layout, batch, compiles=recipe.model.compile)
     return Plan(
         layout=layout,
-        batch=resolve_batch(recipe.training, layout.data_ranks),
+        batch=batch,
         precision=recipe.precision,
         recompute=recipe.recompute,
     )
+
+
+def _check_schedule(layout: Layout, batch: BatchPlan, *, compiles: bool) -> None:
+    """Refuse a schedule that does not take the step's micro-batches, or that compiled blocks cannot run."""
+    schedule = load_schedule(layout.schedule, layout.pp, batch.gradient_accumulation_steps, layout.virtual_stages)
+    if compiles and schedule.splits_backward:
+        raise LayoutError(
+            "a compiled block makes all of its gradients at once, and this schedule puts some off",
+            field="layout.schedule",
+            got=layout.schedule,
+            allowed="one without I and W: gpipe, 1f1b, interleaved_1f1b",
+            remedy="Take one of these, or model.compile: false",
+        )
 
 
 def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loader import MicroBatch
-from shardwright.errors import LayoutError
 from shardwright.layout import (
     BATCH_AXES,
     DATA_AXES,
@@ -57,7 +56,6 @@ from shardwright.parallel.replicate import replicate
 from shardwright.parallel.shard import shard, shard_root
 from shardwright.placement import check, place, stages_of
 from shardwright.plan import Plan
-from shardwright.schedule import splits_backward
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +109,6 @@ def apply_layout(
     )
     decoder.set_recompute(recompute_runner(plan.recompute))
     if compile_blocks:
-        _check_compiles(layout)
         decoder.compile_blocks()
     groups: list[FSDPModule] = []
     if sharded:
@@ -160,18 +157,6 @@ def _build_pipeline(model: ParallelModel, stages: Sequence[Stage], mesh: Mesh, n
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)
     return pipeline
-
-
-def _check_compiles(layout: Layout) -> None:
-    """A compiled block makes all of its gradients at once; none can wait."""
-    if layout.pp > 1 and splits_backward(layout.schedule):
-        raise LayoutError(
-            "compiled blocks cannot put their weight gradients off",
-            field="layout.schedule",
-            got=layout.schedule,
-            allowed="a schedule without I and W: gpipe, 1f1b, interleaved_1f1b",
-            remedy="Take one of these, or model.compile: false",
-        )
 
 
 def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int]) -> None:
