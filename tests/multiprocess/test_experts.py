@@ -170,3 +170,16 @@ def test_shared_experts_run_while_rows_travel(ranks: RankPool, zero_stage: int) 
     backward = ["issue", "wait", "issue", "shared", "wait"]
     for noted in ranks.run(2, note_the_order, zero_stage):
         assert noted == [*forward, "backward", *backward]
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "case"),
+    [
+        (DEEPSEEK, Layout(pp=2), Case(4, "none", router_losses=True)),
+        (MIXTRAL, Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"), Case(4, "full", router_losses=True)),
+    ],
+    ids=str,
+)
+def test_experts_in_a_pipeline(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
+    report = run(ranks, config, layout, case)
+    assert report.passed, failures(report)

@@ -71,6 +71,10 @@ class FeedForward(nn.Module):
         self.add_module(names.down, Linear(inner, width, bias=shape.mlp_bias, transposed=transposed))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.products(x_BTD)
+
+    def products(self, x_BTD: Tensor) -> Tensor:
+        """The function of the weights that this rank holds."""
         names = self.names
         if names.gate_up is not None:
             gate_BTF, up_BTF = getattr(self, names.gate_up)(x_BTD).chunk(2, dim=-1)
@@ -79,4 +83,5 @@ class FeedForward(nn.Module):
             inner_BTF = gate(self.activation, getattr(self, names.gate)(x_BTD), getattr(self, names.up)(x_BTD))
         else:
             inner_BTF = ACTIVATIONS[self.activation](getattr(self, names.up)(x_BTD))
-        return getattr(self, names.down)(inner_BTF)
+        out_BTD: Tensor = getattr(self, names.down)(inner_BTF)
+        return out_BTD

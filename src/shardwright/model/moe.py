@@ -55,6 +55,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Gated feed-forwards, one per expert, their matrices stacked: `[E, 2F, D]` and `[E, D, F]`, or transposed."""
 
+    cuts: Cuts = WHOLE
+
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
         self.shape, self.activation = experts, shape.activation
@@ -69,9 +71,11 @@ class Experts(nn.Module):
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """What each row's expert makes of it, `[M, D]`."""
         gate_up_M2F = self._product(self.gate_up_name, x_MD, counts_E)
-        return self._product(self.down_name, self._gate(gate_up_M2F), counts_E)
+        # Of ranks whose features make partial sums the first adds the bias; the others keep it in their graph, as DDP wants it.
+        first = self.cuts.tensor is None or self.cuts.tensor.rank == 0
+        return self._product(self.down_name, self._gate(gate_up_M2F), counts_E, bias_share=1.0 if first else 0.0)
 
-    def _product(self, name: str, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def _product(self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_share: float = 1.0) -> Tensor:
         weight = getattr(self, name).to(x_MD.dtype)
         if self.shape.matrix_layout == "out_in":
             weight = weight.transpose(1, 2)
@@ -79,7 +83,8 @@ class Experts(nn.Module):
         if not self.shape.expert_bias:
             return out_MF
         bias_EF = getattr(self, f"{name}_bias").to(x_MD.dtype)
-        return out_MF + bias_EF.repeat_interleave(counts_E, dim=0, output_size=x_MD.shape[0])
+        bias_MF = bias_EF.repeat_interleave(counts_E, dim=0, output_size=x_MD.shape[0])
+        return out_MF + (bias_MF if bias_share == 1.0 else bias_MF * bias_share)
 
     def _gate(self, gate_up_M2F: Tensor) -> Tensor:
         if self.shape.gate_up_layout == "interleaved":
@@ -114,13 +119,17 @@ class MixtureOfExperts(nn.Module):
         return router.balance_bias
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+        # Tensor-parallel ranks route the same tokens; what their features make of them are partial sums, and so is every gradient.
+        tensor = self.cuts.tensor
+        x_BTD = x_BTD if tensor is None else tensor.enter(x_BTD)
         routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
-            shared = partial(getattr(self, self.names.shared_experts), x_BTD)
+            shared = partial(getattr(self, self.names.shared_experts).products, x_BTD)
         routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
-        routed_BTD = routed_ND.view_as(x_BTD)
-        return routed_BTD if shared_BTD is None else routed_BTD + shared_BTD
+        out_BTD = routed_ND.view_as(x_BTD)
+        out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD
+        return out_BTD if tensor is None else tensor.leave(out_BTD)
 
     def run_experts(self, x_ND: Tensor, routing: Routing, meanwhile: Callable[[], Tensor] | None) -> tuple[Tensor, Tensor | None]:
         """The weighed sum of what each token's experts make of it, `[N, D]`; `meanwhile` runs while tokens travel."""
