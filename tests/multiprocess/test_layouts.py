@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ LAYOUTS = [
 ]
 
 
-def build(layout: Layout, precision: PrecisionSection) -> ParallelModel:
-    shape, kinds = read_config(LLAMA), dtypes(precision)
+def build(layout: Layout, precision: PrecisionSection, config: dict[str, Any] = LLAMA) -> ParallelModel:
+    shape, kinds = read_config(config), dtypes(precision)
     with torch.device("meta"):
         loss = partial(chunked_cross_entropy, chunk_tokens=8)
         decoder = Decoder(shape, loss_function=loss, compute_dtype=kinds.compute)

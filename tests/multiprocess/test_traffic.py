@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,20 +12,31 @@ from shardwright.config.schema import PrecisionSection
 from shardwright.layout import Layout, RankGrid
 from shardwright.rehearse.collectives import Collective, Recorder, bytes_by_axis
 from shardwright.train.step import accumulate_gradients
+from shardwright.verify.grid import MODELS
+from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.test_layouts import build, micro_batches
+from tests.multiprocess.test_layouts import TOKENS, build, micro_batches
 
 ACCUMULATION = 2
 FLOAT = 4
 
 
-def a_step(layout: Layout) -> tuple[list[Collective], int]:
+def a_step(layout: Layout, config: dict[str, Any] = LLAMA) -> tuple[list[Collective], int]:
     """The collectives of a third step on this rank, and the number of the model's parameters."""
-    model = build(layout, PrecisionSection())
+    model = build(layout, PrecisionSection(), config)
     for step in range(3):  # DDP arranges its buckets anew in the second
         with Recorder() as recorder:
             accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=step)
     return recorder.collectives, sum(spec.num_elements for spec in model.decoder.shape.parameters())
+
+
+def sent_by_kind(calls: list[Collective], dtype: str = "float32") -> dict[str, float]:
+    """Bytes by kind of what is not a scalar."""
+    totals: dict[str, float] = {}
+    for call in calls:
+        if call.num_bytes > 8 and call.dtype == dtype:
+            totals[call.kind] = totals.get(call.kind, 0.0) + call.sent_bytes
+    return totals
 
 
 def sent_for_weights(calls: list[Collective], layout: Layout, rank: int) -> dict[tuple[str, str], float]:
@@ -69,6 +82,57 @@ def test_hybrid_sums_shards_over_replicas(ranks: RankPool) -> None:
         sent = sent_for_weights(calls, layout, rank)
         # Deferred to the last micro-batch: once a step, and the operand is a shard.
         assert sent["dp_replicate", "all_reduce"] == pytest.approx(2 * ring(2) * FLOAT * parameters / 2, rel=0.03)
+
+
+# One micro-batch of two rows of twelve tokens through four layers, 32 wide, four heads of 8 and two for keys and values.
+DENSE, MOE = MODELS["dense"], MODELS["moe"]
+ROWS, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 4, 2, 8
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_a_ring_passes_keys_and_values_twice_and_their_gradients_once_round(ranks: RankPool, degree: int) -> None:
+    layout = Layout(cp=degree, cp_method="ring")
+    keys_values = 2 * ROWS * KV_HEADS * (TOKENS // degree) * HEAD_DIM * FLOAT
+    passes = 2 * (degree - 1) + degree  # forward and backward stop before they come home; gradients do come home
+    for calls, parameters in ranks.run(degree, a_step, layout, DENSE):
+        sent = sent_by_kind(calls)
+        assert sent["send"] == ACCUMULATION * LAYERS * passes * keys_values
+        assert sent["all_reduce"] == pytest.approx(2 * ring(degree) * FLOAT * parameters)
+
+
+def test_gathered_keys_and_values_cost_a_gather_in_both_passes_and_a_scatter(ranks: RankPool) -> None:
+    whole = 2 * ROWS * KV_HEADS * TOKENS * HEAD_DIM * FLOAT
+    for calls, _ in ranks.run(2, a_step, Layout(cp=2, cp_method="all_gather"), DENSE):
+        sent = sent_by_kind(calls)
+        assert sent["all_gather"] == ACCUMULATION * LAYERS * 2 * ring(2) * whole
+        assert sent["reduce_scatter"] == ACCUMULATION * LAYERS * ring(2) * whole
+
+
+def test_ulysses_exchanges_queries_keys_values_and_outputs_in_both_passes(ranks: RankPool) -> None:
+    exchanged = (2 * HEADS + 2 * KV_HEADS) * ROWS * (TOKENS // 2) * HEAD_DIM * FLOAT
+    for calls, _ in ranks.run(2, a_step, Layout(cp=2, cp_method="ulysses"), DENSE):
+        assert sent_by_kind(calls)["all_to_all"] == ACCUMULATION * LAYERS * 2 * ring(2) * exchanged
+
+
+@pytest.mark.parametrize(("schedule", "boundaries"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zbv", 2)])
+def test_a_pipeline_sends_hidden_states_forward_and_gradients_back(ranks: RankPool, schedule: str, boundaries: int) -> None:
+    # Two ranks. Looped stages cross ranks at every boundary; a V crosses twice, its turn stays on one rank.
+    hidden = ROWS * TOKENS * WIDTH * FLOAT
+    by_rank = ranks.run(2, a_step, Layout(pp=2, schedule=schedule), DENSE)
+    sent = sum(sent_by_kind(calls).get("send", 0.0) for calls, _ in by_rank)
+    assert sent == ACCUMULATION * 2 * boundaries * hidden
+
+
+def test_experts_exchange_rows_there_and_back_in_both_passes(ranks: RankPool) -> None:
+    by_rank = ranks.run(2, a_step, Layout(dp_shard=2, ep=2, zero_stage=1), MOE)
+    exchanges = [[call for call in calls if call.kind == "all_to_all" and call.dtype == "float32"] for calls, _ in by_rank]
+    assert [len(calls) for calls in exchanges] == [ACCUMULATION * LAYERS * 4] * 2
+    # What one rank gives out the other takes in, and each goes both ways: both send the same in all, in whole rows.
+    totals = [sum(call.sent_bytes for call in calls) for calls in exchanges]
+    assert totals[0] == totals[1]
+    assert totals[0] % (2 * WIDTH * FLOAT) == 0
+    most = ACCUMULATION * LAYERS * 2 * (2 * ROWS * TOKENS * MOE["num_experts_per_tok"]) * WIDTH * FLOAT
+    assert 0.2 * most < totals[0] < 0.8 * most
 
 
 def test_an_unknown_collective_is_not_left_out_of_the_account() -> None:
