@@ -97,6 +97,8 @@ class Step(Event):
     backward_seconds: float | None = None
     reduction_seconds: float | None = None
     """Waited for gradients of other ranks beyond what the backward pass hid."""
+    waiting_seconds: float | None = None
+    """Of a pipeline: waited for other stages."""
     optimizer_seconds: float | None = None
     """Norm, clip and update."""
     loss_scale: float | None = None

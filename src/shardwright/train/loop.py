@@ -184,6 +184,7 @@ class Loop:
             forward_seconds=done.parts["forward"],
             backward_seconds=done.parts["backward"],
             reduction_seconds=done.parts["reduction"],
+            waiting_seconds=done.parts.get("waiting"),
             optimizer_seconds=done.parts["optimizer"],
             loss_scale=None if self.state.scaler is None else self.state.scaler.scale,
             **({} if done.experts is None else self._tell_experts(done.experts)),
