@@ -32,6 +32,12 @@ def _train() -> Callable[..., Any]:
     return train_command
 
 
+def _plan() -> Callable[..., Any]:
+    from shardwright.cli.plan import plan_command
+
+    return plan_command
+
+
 def _verify() -> Callable[..., Any]:
     from shardwright.cli.verify import verify_command
 
@@ -94,6 +100,7 @@ def _predict() -> Callable[..., Any]:
 
 VERBS = {
     "data": Verb("Show what the model will see, before any rank starts.", _data),
+    "plan": Verb("Rank the layouts of a recipe on a cluster, before anybody pays.", _plan),
     "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
     "rehearse": Verb("Run a layout's real step on devices that do not exist.", _rehearse),
     "train": Verb("Train a recipe, on one process or many.", _train),

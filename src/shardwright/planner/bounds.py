@@ -73,7 +73,7 @@ def _sum(stages: tuple[StageLayers, ...]) -> tuple[int, ...]:
 
 
 def _through(seconds: tuple[float, ...], layers: tuple[int, ...]) -> float:
-    return sum(map(mul, seconds, layers))
+    return float(sum(map(mul, seconds, layers)))
 
 
 def together(bounds: list[PipelineBound]) -> PipelineBound:

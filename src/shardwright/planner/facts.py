@@ -117,16 +117,6 @@ class ModelFacts:
         return Product(spec.role, num_in, num_out, TENSOR_CUTS.get(spec.role, "residual"), biased)
 
     @cached_property
-    def layer_costs(self) -> tuple[float, ...]:
-        """Elements that a token is multiplied with in a layer of each kind: how stages are balanced."""
-        share = self.shape.active_share * (self.shape.experts.num_experts if self.shape.experts else 1)
-        return tuple(
-            sum(float(p.num_in * p.num_out) for p in kind.products)
-            + share * sum(p.num_in * p.num_out for p in kind.expert_products)
-            for kind in self.kinds
-        )
-
-    @cached_property
     def head(self) -> Product:
         """The projection to the vocabulary."""
         return Product("head", self.shape.hidden_size, self.shape.vocab_size, "vocabulary")

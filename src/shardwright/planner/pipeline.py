@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shardwright.layout import Layout, Stage
+from shardwright.placement import stages_of
 from shardwright.planner.facts import ModelFacts
 from shardwright.planner.memory import StageLoad
-from shardwright.schedule import FAMILIES, Schedule, Times, load_schedule, peak_activations, stages_per_rank
+from shardwright.schedule import FAMILIES, Schedule, Times, load_schedule, peak_activations
 from shardwright.schedule import simulate as simulate_schedule
 
 _STRAIGHT_ROUNDS, _OTHER_ROUNDS = (2, 3), (4, 6)
@@ -103,46 +104,38 @@ class PipelineShape:
         return tuple(fullest.values())
 
 
-def pipeline_of(facts: ModelFacts, layout: Layout, num_micro_batches: int) -> PipelineShape:
+def pipeline_of(facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int) -> PipelineShape:
     """The pipeline of a layout; one stage where pp is 1.
 
     Raises:
         ScheduleError: a schedule that does not fit the micro-batches.
         LayoutError: fewer layers than stages.
     """
-    key = (layout.pp, layout.schedule, layout.virtual_stages, num_micro_batches)
-    if key not in facts.pipelines:
-        facts.pipelines[key] = _pipeline_of(facts, layout, num_micro_batches)
-    found = facts.pipelines[key]
+    key = (layout.pp, layout.schedule, layout.virtual_stages, num_micro_batches, sequence_length)
+    found = facts.pipelines.get(key)
+    if found is None:
+        found = facts.pipelines[key] = _build(facts, layout, num_micro_batches, sequence_length)
     assert isinstance(found, PipelineShape)
     return found
 
 
-def _pipeline_of(facts: ModelFacts, layout: Layout, num_micro_batches: int) -> PipelineShape:
+def _build(facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int) -> PipelineShape:
     if layout.pp == 1:
-        return PipelineShape("1f1b", 1, num_micro_batches, None, _stages(facts, 1, (0,)))
-    if layout.schedule in FAMILIES:
-        num_stages = layout.pp * stages_per_rank(layout.schedule, layout.virtual_stages)
-        placement = FAMILIES[layout.schedule].placement
-        ranks = tuple(_rank_of_stage(placement, layout.pp, stage) for stage in range(num_stages))
-    else:
-        schedule = load_schedule(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages)
-        ranks = schedule.rank_of_stage
-    stages = _stages(facts, len(ranks), ranks)
+        everything = StageLayers(tuple(kind.count for kind in facts.kinds), embedding=True, head=True, rank=0)
+        return PipelineShape("1f1b", 1, num_micro_batches, None, (everything,))
+    key = ("stages", layout.pp, layout.schedule, layout.virtual_stages, sequence_length)
+    stages = facts.pipelines.get(key)
+    if stages is None:
+        stages = facts.pipelines[key] = _stages(facts, layout, sequence_length)
+    assert isinstance(stages, tuple)
     return PipelineShape(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages, stages)
 
 
-def _rank_of_stage(placement: str, num_ranks: int, stage: int) -> int:
-    if placement == "folded":
-        return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
-    return stage % num_ranks
-
-
-def _stages(facts: ModelFacts, num_stages: int, ranks: Sequence[int]) -> tuple[StageLayers, ...]:
-    return tuple(
-        StageLayers(_count(facts, stage), stage.embedding, stage.head, stage.rank)
-        for stage in _split(facts, num_stages, tuple(ranks))
-    )
+def _stages(facts: ModelFacts, layout: Layout, sequence_length: int) -> tuple[StageLayers, ...]:
+    """The stages as the engine cuts them."""
+    stages = stages_of(facts.shape, layout, sequence_length)
+    assert stages is not None, layout
+    return tuple(StageLayers(_count(facts, stage), stage.embedding, stage.head, stage.rank) for stage in stages)
 
 
 def _count(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
@@ -150,25 +143,6 @@ def _count(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
     for layer in stage.layers:
         counts[facts.slot_of_layer[layer]] += 1
     return tuple(counts)
-
-
-def _split(facts: ModelFacts, num_stages: int, ranks: tuple[int, ...]) -> list[Stage]:
-    """Layers dealt to stages by their cost, the head counted with the last; every stage has one at least."""
-    costs = [facts.layer_costs[slot] for slot in facts.slot_of_layer]
-    head = float(facts.head.num_in * facts.head.num_out)
-    stages, first, left = [], 0, sum(costs) + head
-    for index in range(num_stages):
-        target = left / (num_stages - index)
-        most = len(costs) - (num_stages - index - 1)
-        last, taken = first, 0.0
-        while last < most and (last == first or taken + costs[last] / 2 <= target):
-            taken += costs[last]
-            last += 1
-        if index == num_stages - 1:
-            last = len(costs)
-        stages.append(Stage(index, ranks[index], first, last, index == 0, index == num_stages - 1))
-        first, left = last, left - taken
-    return stages
 
 
 def simulate(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: float) -> float:

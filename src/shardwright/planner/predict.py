@@ -55,6 +55,10 @@ class Predictor:
         """What a micro-batch costs the candidate's layers."""
         return LayerCosts(self.facts, candidate, self.rates(candidate.precision), self.network)
 
+    def pipeline(self, candidate: Candidate) -> PipelineShape:
+        """Its stages and their schedule."""
+        return pipeline_of(self.facts, candidate.layout, candidate.gradient_accumulation_steps, candidate.sequence_length)
+
     def memory(self, candidate: Candidate, pipeline: PipelineShape) -> MemoryParts:
         """Of the fullest rank."""
         loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
@@ -62,7 +66,7 @@ class Predictor:
 
     def predict(self, candidate: Candidate, memory: MemoryParts | None = None, layer_costs: LayerCosts | None = None) -> Prediction:
         """Memory and time; `memory` and `layer_costs` where they are known already."""
-        pipeline = pipeline_of(self.facts, candidate.layout, candidate.gradient_accumulation_steps)
+        pipeline = self.pipeline(candidate)
         rates = self.rates(candidate.precision)
         costs = StepCosts(self.facts, candidate, rates, self.network, layer_costs)
         flops = self.facts.model_flops_per_token(candidate.sequence_length, candidate.document_tokens)

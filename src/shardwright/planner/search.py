@@ -41,7 +41,7 @@ SAME_SHARE = 0.03
 """Layouts whose steps differ by less than this are as good as equal: predictions are no better, and fewer cuts are simpler."""
 
 
-_MOST_OPENED = 400
+PATIENCE = 400
 """Choices that are opened after the fastest is known, for the rest of the table; after that only simpler ones as good as the
 best."""
 
@@ -135,9 +135,15 @@ def key_of(candidate: Candidate) -> tuple[int, ...]:
     return layout.pp, layout.tp, layout.cp, layout.ep, layout.zero_stage
 
 
-def search(predictor: Predictor, question: Question, *, top: int = 10) -> Found:
-    """The `top` best layouts that fit, and all that are as good as the best."""
-    return _Search(predictor, question).run(top)
+def search(predictor: Predictor, question: Question, *, top: int = 10, patience: int = PATIENCE) -> Found:
+    """The best layout that fits, and the simplest that is as good, proven; and the next best, `top` of them.
+
+    Args:
+        patience: choices that are opened for the rest of the table once the best is known; when they are used up, the table is
+        filled
+            with what was predicted on the way. `Found.num_proven` says where the proof ends.
+    """
+    return _Search(predictor, question).run(top, patience)
 
 
 class _Search:
@@ -155,12 +161,12 @@ class _Search:
         self._schedules: dict[tuple[int, int], list[tuple[PipelineBounds, str, int | None]]] = {}
         self._done: dict[tuple[int, ...], Prediction] = {}
 
-    def run(self, top: int) -> Found:
+    def run(self, top: int, patience: int) -> Found:
         for degrees in self._degrees():
             bounds = [bounds.bound(self._costs_of(degrees, _PLAIN)) for bounds, _, _ in self._pipelines(degrees)]
             if bounds:
                 self._push(min(bound.seconds for bound in bounds), degrees, partial(self._open_degrees, degrees))
-        left = _MOST_OPENED
+        left = patience
         while self._heap:
             bound, cuts, _, open_ = heapq.heappop(self._heap)
             if self._done:
@@ -179,8 +185,10 @@ class _Search:
         return self.found
 
     def _push(self, seconds: float, degrees: _Degrees, open_: Callable[[], None]) -> None:
-        bound = with_overhead(self.predictor, seconds, self.question.num_gpus)
-        heapq.heappush(self._heap, (bound, degrees.cuts, next(self._numbers), open_))
+        self._push_at(with_overhead(self.predictor, seconds, self.question.num_gpus), degrees, open_)
+
+    def _push_at(self, seconds: float, degrees: _Degrees, open_: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (seconds, degrees.cuts, next(self._numbers), open_))
 
     # 1: degrees and micro batch
 
@@ -228,21 +236,12 @@ class _Search:
         """The schedules that can run."""
         key = (degrees.pp, degrees.accumulation)
         if key not in self._schedules:
-            template = self.question.template.layout
-            self._schedules[key] = [
-                (
-                    PipelineBounds(
-                        pipeline_of(
-                            self.facts,
-                            replace(template, pp=degrees.pp, schedule=name, virtual_stages=virtual),
-                            degrees.accumulation,
-                        )
-                    ),
-                    name,
-                    virtual,
-                )
-                for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation)
-            ]
+            template = self.question.template
+            self._schedules[key] = found = []
+            for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation):
+                layout = replace(template.layout, pp=degrees.pp, schedule=name, virtual_stages=virtual)
+                pipeline = pipeline_of(self.facts, layout, degrees.accumulation, template.sequence_length)
+                found.append((PipelineBounds(pipeline), name, virtual))
         return self._schedules[key]
 
     def _costs_of(self, degrees: _Degrees, how: _How) -> LayerCosts:
@@ -271,10 +270,11 @@ class _Search:
         if self._is_settled(degrees):
             return
         plain = self._candidate(degrees, how)
-        first = pipeline_of(self.facts, plain.layout, degrees.accumulation).load_of(0)
-        # One pass through the first rank's layers, whatever the schedule deals it; with ZeRO-3 over all, before the others are
-        # asked.
-        least = least_activations(self.facts, plain, first) * (0.5 if degrees.pp > 1 else 1.0)
+        # What the first rank holds whatever the schedule deals it, one pass kept; with everything sharded, before the others
+        # are asked.
+        layers = tuple(map(min, zip(*(bound.first.layers for bound, _, _ in bounds), strict=True)))
+        first = StageLoad(layers, embedding=True, head=degrees.pp == 1)
+        least = least_activations(self.facts, plain, first)
         if not self._fits(self._least_standing(degrees, how, first) + least):
             return
         every = together([bound for bound, _, _ in bounds])
@@ -353,7 +353,7 @@ class _Search:
     def _open_candidate(self, degrees: _Degrees, candidate: Candidate, costs: LayerCosts) -> None:
         if key_of(candidate) in self._done:
             return
-        pipeline = pipeline_of(self.facts, candidate.layout, candidate.gradient_accumulation_steps)
+        pipeline = self.predictor.pipeline(candidate)
         memory = self.predictor.memory(candidate, pipeline)
         if not self._fits(memory.total):
             return
@@ -362,7 +362,7 @@ class _Search:
         known = self._seen.get(key_of(candidate))
         if known is None or prediction.time.step < known.time.step:
             self._seen[key_of(candidate)] = prediction
-        heapq.heappush(self._heap, (prediction.time.step, degrees.cuts, next(self._numbers), partial(self._finish, prediction)))
+        self._push_at(prediction.time.step, degrees, partial(self._finish, prediction))
 
     def _finish(self, prediction: Prediction) -> None:
         """The least of all that is left: the best of its key."""

@@ -1,0 +1,161 @@
+"""`shardwright plan`: the best layouts of a recipe on a cluster, what they cost, and why the others lose."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.config import load_recipe
+from shardwright.errors import InputError, LayoutError
+
+if TYPE_CHECKING:
+    from shardwright.config import Recipe
+    from shardwright.hardware import Cluster
+    from shardwright.planner.answer import Answer
+    from shardwright.planner.candidate import Adapter
+
+SCHEMA_VERSION = 1
+
+
+def plan_command(
+    recipe: RecipePath,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster", metavar="GPUS", help="Devices of a node, e.g. 8xH100-80GB; `shardwright plan` knows the usual ones."
+        ),
+    ],
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many such nodes.")] = 1,
+    link: Annotated[
+        str | None, typer.Option("--link", help="Between nodes: ib400, eth100, ... Default: what is usual.", show_default=False)
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Rates measured on the machine (doctor --calibrate).", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option("--top", min=1, max=100, help="Layouts to show.")] = 10,
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="N,N,...", help="How throughput grows with the number of GPUs.", show_default=False),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", help="Instead of the recipe's; fp8 and nvfp4 are predicted only.", show_default=False),
+    ] = None,
+    lora: Annotated[
+        int | None, typer.Option("--lora", min=1, metavar="RANK", help="Train low-rank adapters only.", show_default=False)
+    ] = None,
+    quantised: Annotated[bool, typer.Option("--quantised", help="With --lora: hold the frozen weights in NF4 (QLoRA).")] = False,
+    why: Annotated[bool, typer.Option("--explain", help="Say why, with the numbers behind it.")] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Rank the layouts of a recipe by predicted tokens/s, with memory and time by part; nothing is started, no data is read."""
+    started = time.perf_counter()
+    checked = load_recipe(recipe, overrides or [])
+    # Imported here: the catalogue and the planner cost time that `--help` need not pay.
+    from shardwright.hardware.load import parse_cluster
+    from shardwright.hardware.profile import load_profile
+    from shardwright.planner.answer import answer
+
+    where = parse_cluster(cluster, nodes=nodes, link=link, profile=None if profile is None else load_profile(profile))
+    adapter = _adapter(lora, quantised)
+    found = answer(
+        checked,
+        where,
+        top=top,
+        precision=_precision(precision),
+        adapter=adapter,
+        gpu_counts=_counts(gpus),
+        explained=why,
+    )
+    found_in = time.perf_counter() - started
+    if json_output:
+        sys.stdout.write(
+            json.dumps({"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"seconds": found_in}) + "\n"
+        )
+    else:
+        from shardwright.cli.plan_table import show
+
+        show(found, checked, where, top=top, seconds=found_in)
+    if found.chosen is None:
+        raise LayoutError(
+            f"nothing fits on {where.name}",
+            field="--cluster",
+            got=f"{where.num_gpus} GPUs of {where.accelerator.memory_bytes / 2**30:.0f} GiB",
+            remedy=found.remedy,
+        )
+
+
+def _adapter(rank: int | None, quantised: bool) -> Adapter | None:
+    from shardwright.planner.candidate import Adapter
+
+    if rank is None:
+        if quantised:
+            raise InputError("frozen weights are what adapters leave", field="--quantised", remedy="Give --lora RANK with it")
+        return None
+    return Adapter(rank, quantised=quantised)
+
+
+def _precision(text: str | None) -> Any:
+    from shardwright.planner.candidate import Precision
+
+    if text is not None and text not in get_args(Precision):
+        raise InputError("not a precision", field="--precision", got=text, allowed=", ".join(get_args(Precision)))
+    return text
+
+
+def _counts(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise InputError("numbers of GPUs are wanted", field="--gpus", got=text, allowed="e.g. 8,16,32,64")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
+    steps = recipe.training.max_steps
+    chosen = found.chosen
+
+    def told(prediction: Any) -> dict[str, Any]:
+        told: dict[str, Any] = prediction.as_dict()
+        if steps is not None:
+            told |= {"days": prediction.days(steps), "gpu_hours": prediction.gpu_hours(steps)}
+        return told
+
+    return {
+        "recipe": recipe.name,
+        "cluster": {"name": cluster.name, "num_gpus": cluster.num_gpus, "memory_bytes": cluster.accelerator.memory_bytes},
+        "num_steps": steps,
+        "chosen": None if chosen is None else told(chosen),
+        "layouts": [told(prediction) for prediction in found.layouts],
+        "as_the_recipe_has_it": None if found.stated is None else told(found.stated),
+        "rejected": [
+            {
+                "name": rejection.name,
+                "reason": rejection.reason,
+                "needed_bytes": rejection.needed_bytes,
+                "change": rejection.change,
+                "changed": None if rejection.changed is None else told(rejection.changed),
+            }
+            for rejection in found.rejections
+        ],
+        "scaling": [
+            {
+                "num_gpus": point.num_gpus,
+                "efficiency": point.efficiency,
+                "chosen": None if point.prediction is None else told(point.prediction),
+            }
+            for point in found.points
+        ],
+        "explanation": list(found.sentences),
+        "search": asdict(found.effort),
+        "remedy": found.remedy,
+    }

@@ -1,0 +1,102 @@
+"""From a recipe to what is asked of the planner: what the recipe fixes, and what is open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.config.schema import LayoutSection, OptimizerSection, Recipe
+from shardwright.errors import ArchitectureError, LayoutError, RecipeError
+from shardwright.layout import Layout, resolve_layout
+from shardwright.plan import resolve_batch
+from shardwright.planner.candidate import Adapter, Candidate, OptimizerKind, Precision
+from shardwright.planner.search import Question
+
+
+def shape_of(recipe: Recipe) -> ModelShape:
+    """The model that a recipe names, from its config alone: no weights, no tokenizer, no data.
+
+    Raises:
+        ArchitectureError: a config that we refuse, or one without what the count needs.
+    """
+    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
+    assert config is not None  # the schema demands one of them
+    if isinstance(config, dict) and "vocab_size" not in config:
+        raise ArchitectureError(
+            "the size of the vocabulary is needed to count parameters and logits",
+            field="model.config.vocab_size",
+            remedy="Write it there; planning reads no tokenizer",
+        )
+    shape = read_config(config)
+    shape.check_sequence_length(recipe.training.sequence_length)
+    return shape
+
+
+def template_of(
+    recipe: Recipe, *, precision: Precision | None = None, adapter: Adapter | None = None, optimizer: OptimizerKind | None = None
+) -> Candidate:
+    """A candidate with everything of the recipe that is not searched; its layout is that of one device."""
+    section = recipe.layout if isinstance(recipe.layout, LayoutSection) else LayoutSection()
+    training = recipe.training
+    return Candidate(
+        layout=Layout(
+            wrap_blocks=section.wrap_blocks,
+            prefetch_depth=section.prefetch_depth,
+            max_gathers_in_flight=section.max_gathers_in_flight,
+            bucket_size_bytes=section.bucket_size_bytes,
+        ),
+        sequence_length=training.sequence_length,
+        precision=precision or recipe.precision.kind,
+        optimizer=optimizer or _optimizer(recipe.optimizer),
+        adapter=adapter,
+        reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
+        compile=recipe.model.compile,
+        flash_attention=recipe.model.attention != "explicit",
+        document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
+        loss_chunk_tokens=recipe.model.loss_chunk_tokens,
+    )
+
+
+def _optimizer(section: OptimizerSection) -> OptimizerKind:
+    if section.name == "sgd":
+        return "sgd_momentum" if section.momentum else "sgd"
+    return "adamw"
+
+
+def question_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Question:
+    """What is open for a recipe on `num_gpus` devices: every degree, recomputation, and how the batch is cut.
+
+    The recipe's global batch stays what it is; without one, its micro batch and accumulation are kept on every rank.
+
+    Raises:
+        RecipeError: neither a global nor a micro batch is given.
+    """
+    training = recipe.training
+    if training.global_batch_size is not None:
+        return Question(template, num_gpus, training.global_batch_size)
+    if training.micro_batch_size is None:
+        raise RecipeError(
+            "say how many sequences a step holds",
+            field="training.global_batch_size",
+            remedy="Give global_batch_size, or micro_batch_size for every rank",
+        )
+    accumulation = training.gradient_accumulation_steps or 1
+    return Question(template, num_gpus, None, (training.micro_batch_size,), (accumulation,))
+
+
+def candidate_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:
+    """The recipe as it stands, on `num_gpus` devices; None where its layout is `auto` or does not fit their number."""
+    if not isinstance(recipe.layout, LayoutSection):
+        return None
+    try:
+        layout = resolve_layout(recipe.layout, num_gpus)
+        batch = resolve_batch(recipe.training, layout.data_ranks)
+    except (LayoutError, RecipeError):
+        return None
+    return replace(
+        template,
+        layout=layout,
+        micro_batch_size=batch.micro_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        recompute=recipe.recompute,
+    )

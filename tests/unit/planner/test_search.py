@@ -1,0 +1,147 @@
+"""The search against one that looks at everything, what it prefers, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from shardwright.architecture import read_config
+from shardwright.hardware.load import parse_cluster
+from shardwright.layout import Layout
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.facts import ModelFacts
+from shardwright.planner.predict import Predictor
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.rules import why_not
+from shardwright.planner.search import SAME_SHARE, Question, key_of, num_cuts, search
+from shardwright.schedule import FAMILIES
+from tests.unit.planner import models
+
+SMALL = Efficiency(context_bytes=1e6, communicator_bytes=1e6, reserve_bytes=1e6, kernel_seconds=1e-6, host_seconds=1e-6)
+
+
+def everything(predictor: Predictor, question: Question) -> Iterator[Candidate]:
+    """Every candidate of the space, by products of small numbers and the rules alone."""
+    num, batch = question.num_gpus, question.global_batch_size
+    assert batch is not None
+    degrees = [d for d in range(1, num + 1) if num % d == 0]
+    schedules: list[tuple[str, int | None]] = [(name, None) for name in FAMILIES if name not in ("gpipe", "interleaved_1f1b")]
+    schedules += [("interleaved_1f1b", virtual) for virtual in range(2, 9)]
+    for pp, tp, cp, replicas, shards in product(degrees, repeat=5):
+        if pp * tp * cp * replicas * shards != num or batch % (replicas * shards):
+            continue
+        local = max(1, predictor.cluster.domain_size // (tp * cp))
+        near = max(d for d in degrees if (replicas * shards) % d == 0 and d <= local)
+        for zero, (schedule, virtual), ep in product((0, 1, 2, 3), schedules if pp > 1 else [("1f1b", None)], degrees):
+            if (zero == 0) != (shards == 1 and (zero == 0 or cp == 1)) and not (zero and shards * cp > 1):
+                continue
+            if zero and (shards * cp == 1 or shards not in (replicas * shards, near)):
+                continue
+            if zero == 0 and (shards > 1 or (ep > 1 and cp % ep)):
+                continue
+            for parallel, method in product((True, False) if tp > 1 else (True,), _methods(cp)):
+                layout = Layout(
+                    dp_replicate=replicas, dp_shard=shards, tp=tp, pp=pp, cp=cp, ep=ep, zero_stage=zero,  # type: ignore[arg-type]
+                    sequence_parallel=parallel, cp_method=method, schedule=schedule, virtual_stages=virtual,
+                )  # fmt: skip
+                yield from _batches(predictor, question, layout)
+
+
+def _methods(cp: int) -> tuple[Any, ...]:
+    return ("ring", "all_gather", "ulysses") if cp > 1 else ("auto",)
+
+
+def _batches(predictor: Predictor, question: Question, layout: Layout) -> Iterator[Candidate]:
+    assert question.global_batch_size is not None
+    per_rank = question.global_batch_size // layout.data_ranks
+    for micro_batch in (size for size in range(1, per_rank + 1) if per_rank % size == 0):
+        steps = per_rank // micro_batch
+        if why_not(predictor.facts, layout, question.template.sequence_length, steps) is None:
+            for recompute in question.recomputes:
+                yield replace(
+                    question.template,
+                    layout=layout,
+                    micro_batch_size=micro_batch,
+                    gradient_accumulation_steps=steps,
+                    recompute=recompute,
+                )
+
+
+def best_of_all(predictor: Predictor, question: Question) -> dict[tuple[int, ...], Prediction]:
+    best: dict[tuple[int, ...], Prediction] = {}
+    for candidate in everything(predictor, question):
+        prediction = predictor.predict(candidate)
+        known = best.get(key_of(candidate))
+        if prediction.fits and (known is None or prediction.time.step < known.time.step):
+            best[key_of(candidate)] = prediction
+    return best
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "per_node", "memory_mib", "batch"),
+    [
+        ("llama", 4, 4, 4096, 8),
+        ("llama", 4, 2, 28, 8),
+        ("llama", 4, 4, 22, 4),
+        ("tied", 4, 2, 25, 4),
+        ("qwen3_moe", 4, 4, 30, 4),
+        ("llama", 6, 3, 23, 6),
+    ],
+)
+def test_nothing_better_is_ever_left_out(name: str, num_gpus: int, per_node: int, memory_mib: int, batch: int) -> None:
+    predictor = Predictor(
+        ModelFacts(models.shape(name)), models.cluster(num_gpus, memory_bytes=memory_mib * 2**20, per_node=per_node), SMALL
+    )
+    question = Question(Candidate(Layout(), 128), num_gpus, batch)
+    truth = sorted(best_of_all(predictor, question).values(), key=lambda prediction: prediction.time.step)
+    found = search(predictor, question, top=8, patience=10**9)
+    hurried = search(predictor, question, top=8, patience=0)
+    assert truth, "the case is too tight to say anything"
+    for mine, best in zip(found.predictions[: min(8, found.num_proven)], truth, strict=False):
+        assert mine.time.step == pytest.approx(best.time.step, rel=1e-12)
+    assert found.num_proven >= min(8, len(truth))
+    limit = truth[0].time.step * (1 + SAME_SHARE)
+    fewest = min(num_cuts(prediction.candidate) for prediction in truth if prediction.time.step <= limit)
+    assert found.chosen is not None
+    assert num_cuts(found.chosen.candidate)[0] == fewest[0]
+    assert hurried.predictions[0].time.step == found.predictions[0].time.step
+    assert hurried.chosen is not None
+    assert num_cuts(hurried.chosen.candidate)[0] == fewest[0]
+
+
+def test_memory_is_what_turns_layouts_down() -> None:
+    facts = ModelFacts(models.shape("llama"))
+    question = Question(Candidate(Layout(), 128), 4, 8)
+    roomy = search(Predictor(facts, models.cluster(4), SMALL), question)
+    tight = search(Predictor(facts, models.cluster(4, memory_bytes=22 * 2**20), SMALL), question)
+    none = search(Predictor(facts, models.cluster(4, memory_bytes=2**20), SMALL), question)
+    assert roomy.chosen is not None
+    assert tight.chosen is not None
+    assert tight.chosen.time.step > roomy.chosen.time.step
+    assert all(prediction.fits for prediction in tight.predictions)
+    assert none.chosen is None
+    assert none.predictions == []
+    assert none.num_too_large > 0
+
+
+def test_what_is_not_allowed_is_not_found() -> None:
+    predictor = Predictor(ModelFacts(models.shape("llama")), models.cluster(4), SMALL)
+    question = Question(Candidate(Layout(), 128), 4, 8, allowed=lambda candidate: candidate.layout.tp == 4)
+    found = search(predictor, question)
+    assert {prediction.candidate.layout.tp for prediction in found.predictions} == {4}
+
+
+def test_sixteen_thousand_devices_take_seconds() -> None:
+    predictor = Predictor(ModelFacts(read_config(models.LLAMA3_405B)), parse_cluster("8xH100-80GB", nodes=2048), Efficiency())
+    started = time.process_time()
+    found = search(predictor, Question(Candidate(Layout(), 8192), 16384, 2048))
+    seconds = time.process_time() - started
+    assert found.chosen is not None
+    assert found.chosen.num_gpus == 16384
+    assert seconds < 12, seconds  # about 2 on a quiet core; this catches a search that looks at everything
