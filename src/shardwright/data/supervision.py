@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -95,7 +96,7 @@ class Encoder:
                 field="data.chat_template",
                 remedy="Name a file with a Jinja template there, or use the tokenizer of a chat model",
             )
-        self._refuse_control_tokens(messages)
+        self._refuse_control_tokens(messages, tools)
         wanted = self._wanted_turns(messages)
         if not wanted:
             raise Unusable("nothing in it is supervised: every turn that would be has a loss weight of 0")
@@ -159,23 +160,44 @@ class Encoder:
 
     def _encode_spans(self, text: str, spans: Sequence[Span]) -> Encoded:
         borders = sorted({place for span in spans for place in span} - {0})
-        ids, *before = self._tokenizer.encode_rendered([text, *(text[:border] for border in borders)])
-        for border, part in zip(borders, before, strict=True):
-            if ids[: len(part)] != part:
-                shown = f"{text[max(0, border - 20) : border]!r} and {text[border : border + 20]!r}"
-                raise Unusable(f"a token lies across the border of a turn, between {shown}")
-        count = {0: 0} | {border: len(part) for border, part in zip(borders, before, strict=True)}
+        ids, count = self._count_before(text, borders)
         supervised = np.zeros(len(ids), dtype=np.uint8)
         for span in spans:
             supervised[count[span.start] : count[span.end]] = 1
         return Encoded(np.array(ids, dtype=np.uint32), supervised, len(text))
 
-    def _refuse_control_tokens(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _count_before(self, text: str, borders: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+        """The ids of a text, and how many of them stand before each border.
+
+        Where the ids of the stretches between the borders make up those of the whole, that is the answer, at the cost of
+        encoding twice. Tokenizers that begin a text otherwise than they go on are asked for every text up to a border.
+        """
+        places = [0, *borders, len(text)]
+        stretches = [text[a:b] for a, b in pairwise(places)]
+        ids, *parts = self._tokenizer.encode_rendered([text, *stretches])
+        lengths = list(accumulate(map(len, parts), initial=0))
+        if lengths[-1] == len(ids) and ids == [token for part in parts for token in part]:
+            return ids, dict(zip(places, lengths, strict=True))
+        count = {0: 0}
+        for border, part in zip(borders, self._tokenizer.encode_rendered([text[:border] for border in borders]), strict=True):
+            if ids[: len(part)] != part:
+                shown = f"{text[max(0, border - 20) : border]!r} and {text[border : border + 20]!r}"
+                raise Unusable(f"a token lies across the border of a turn, between {shown}")
+            count[border] = len(part)
+        return ids, count
+
+    def _refuse_control_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Text that spells a control token would become one: a turn could end another, or speak as the system."""
         for number, turn in enumerate(messages, start=1):
-            for text in (turn["content"], turn.get("reasoning_content", ""), json.dumps(turn.get("tool_calls", ""))):
+            for text in (
+                turn["content"],
+                turn.get("reasoning_content", ""),
+                json.dumps(turn.get("tool_calls", ""), ensure_ascii=False),
+            ):
                 if found := self._spelled.search(text):
                     raise Unusable(f"turn {number} spells the control token {found.group()!r}")
+        if tools and (found := self._spelled.search(json.dumps(tools, ensure_ascii=False))):
+            raise Unusable(f"the tools spell the control token {found.group()!r}")
 
 
 def _as_messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -13,10 +13,12 @@ from rich.console import Console
 from shardwright.cli.data import as_json, data_command, render, run_length, show_samples
 from shardwright.config import Recipe
 from shardwright.config.load import validate_recipe
+from shardwright.config.schema import TokenizerSection
 from shardwright.data.fit import prepare_for_model
 from shardwright.data.preview import count_free_positions, read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError
 from tests.unit.data.recipes import story, write_json_lines
+from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
 
 MODEL = {
     "model_type": "llama",
@@ -191,3 +193,15 @@ def test_wrong_input_is_told(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, validation_fraction=0.0)
     with pytest.raises(RecipeError, match="no validation side"):
         show_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1)
+
+
+def test_a_documents_last_unlearnt_token_is_no_free_position(tmp_path: Path) -> None:
+    """The tokens that end a packed row may have id 0 and be seen only; free positions are told by their document."""
+    path = tmp_path / "ids.jsonl"
+    path.write_text(json.dumps({"input_ids": [5, 6, 0, 0, 0], "completion_mask": [0, 1, 1, 0, 0]}) + "\n")
+    recipe = recipe_of(tmp_path, sources=str(path), validation_fraction=0.0, cache_dir=str(tmp_path / "other"))
+    recipe = recipe.model_copy(update={"tokenizer": TokenizerSection(path=str(save_folder(sentencepiece_like(), tmp_path / "t")))})
+    prepared = prepare_for_model(recipe)[1]
+    sample = prepared.train.sample(0)
+    assert count_free_positions(sample) == 32 - 4
+    assert [span.supervised for span in read_spans(sample, prepared.tokenizer)] == [False, True, True, False]

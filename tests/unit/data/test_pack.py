@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardwright.data.dataset import IGNORED_LABEL, Sample
 from shardwright.data.pack import PackedDataset, Packing, pack_documents
+from shardwright.errors import DataError
 
 lengths_of_documents = st.lists(st.integers(min_value=0, max_value=40), min_size=1, max_size=30)
 
@@ -100,3 +101,44 @@ def test_indices_outside_are_refused() -> None:
     for index in (-1, len(dataset)):
         with pytest.raises(IndexError):
             dataset.sample(index)
+
+
+@given(lengths=lengths_of_documents, sequence_length=st.integers(1, 12), data=st.data(), alone=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_mask_decides_what_is_learnt(lengths: list[int], sequence_length: int, data: st.DataObject, alone: bool) -> None:
+    total = sum(lengths)
+    mask = np.array(data.draw(st.lists(st.integers(0, 1), min_size=total, max_size=total)), dtype=np.uint8)
+    documents = np.cumsum([0, *lengths]).astype(np.uint64)
+    packing = pack_documents(documents, sequence_length, supervised=mask, alone=alone)
+    dataset = PackedDataset(np.arange(total, dtype=np.uint32), packing, sequence_length, mask)
+    firsts = set(documents[:-1].tolist())
+    expected = sorted(token for token in range(total) if mask[token] and token not in firsts)
+    labels = [dataset.sample(index).labels for index in range(len(dataset))]
+    assert sorted(int(label) for row in labels for label in row if label != IGNORED_LABEL) == expected
+    assert dataset.num_supervised == len(expected)
+    for index in range(len(dataset)):
+        pieces = list(dataset.pieces(index))
+        assert all(mask[start + 1 : start + length + 1].any() for start, length in pieces), "a piece with nothing to learn"
+        assert len(pieces) == 1 or not alone
+    whole = pack_documents(documents, sequence_length)
+    assert packing.num_unsupervised == len(whole.piece_starts_P) - len(packing.piece_starts_P)
+
+
+@pytest.mark.parametrize(("overlong", "cut", "dropped"), [("cut", 2, 0), ("drop", 0, 2)])
+def test_documents_longer_than_a_row_are_counted(overlong: str, cut: int, dropped: int) -> None:
+    documents = np.cumsum([0, 9, 10, 20, 3]).astype(np.uint64)  # a document of 9 tokens has 8 predictions and fits
+    packing = pack_documents(documents, 8, overlong=overlong)  # type: ignore[arg-type]
+    assert (packing.num_cut, packing.num_dropped) == (cut, dropped)
+    assert int(packing.piece_lengths_P.sum()) == (8 + 9 + 19 + 2 if overlong == "cut" else 8 + 2)
+
+
+def test_documents_longer_than_a_row_may_be_refused() -> None:
+    with pytest.raises(DataError, match=r"1 of 2 documents, the longest of 10 tokens.*9 tokens: training\.sequence_length"):
+        pack_documents(np.cumsum([0, 9, 10]).astype(np.uint64), 8, overlong="refuse")
+    assert len(pack_documents(np.cumsum([0, 9, 9]).astype(np.uint64), 8, overlong="refuse").piece_starts_P) == 2
+
+
+def test_rows_of_their_own_keep_the_order_of_the_documents() -> None:
+    packing = pack_documents(np.cumsum([0, 4, 12, 3]).astype(np.uint64), 8, alone=True)
+    assert packing.piece_starts_P.tolist() == [0, 4, 12, 16]
+    assert packing.row_starts_R1.tolist() == [0, 1, 2, 3, 4]

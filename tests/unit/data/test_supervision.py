@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from shardwright.data.chat import load_chat_template
 from shardwright.data.conversation import Unusable, read_conversation
@@ -175,6 +176,30 @@ def test_a_tokenizer_without_the_templates_tokens_is_an_error(tmp_path: Path) ->
 def test_a_token_across_the_border_sets_the_record_aside(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match=r"across the border of a turn.*assistant: ' and 'the answer"):
         Chat(tmp_path, SPACE_BEFORE_ANSWER).learnt(turns("the user", "the answer"))
+
+
+def test_a_tokenizer_that_begins_a_text_otherwise_finds_the_same(tmp_path: Path) -> None:
+    """SentencePiece puts a space before a text, so that stretches of it alone have other ids; the texts up to them do not."""
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    fast.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    fast.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse()])
+    alphabet = [chr(number) for number in range(33, 127)] + ["▁", "\n", "é"]
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"], initial_alphabet=alphabet,
+                                             vocab_size=300, show_progress=False)  # fmt: skip
+    fast.train_from_iterator(["the user and the assistant, the end " * 20], trainer)
+    folder = chat_folder(tmp_path)
+    fast.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    encoder = Encoder(tokenizer, load_chat_template(folder, None, {}, None), "assistant")
+    encoded = encoder.encode("chat", json.dumps(read_conversation(LONG)))
+    texts = ["The sun is out.<|im_end|>", "That is the end,\n\nthe  end é.<|im_end|>"]
+    assert [text.lstrip() for text in stretches(encoded, tokenizer)] == texts
+    first = encoded.supervised.tolist().index(1)
+    prompt = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is the weather?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode_rendered([prompt])[0] == encoded.ids[:first].tolist()
+    assert tokenizer.encode_rendered([texts[0]])[0] != encoded.ids[first : first + len(texts[0])].tolist(), "the test can fail"
 
 
 def test_a_template_that_throws_sets_the_record_aside(tmp_path: Path) -> None:
