@@ -7,16 +7,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwright.checkpoint.commit import Keep
-from shardwright.checkpoint.disk import LOCAL_DISK, Disk
+from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.pieces import Part
+from shardwright.checkpoint.place import Place, place_of
 from shardwright.checkpoint.save import PlannedSave, SavedCheckpoint, finish_save, plan_save
 from shardwright.errors import SaveFailed
 
@@ -58,7 +58,7 @@ class BackgroundSaver:
     these calls, on every rank: it is never lost.
     """
 
-    def __init__(self, *, timeout_seconds: float = 1800.0, disk: Disk = LOCAL_DISK) -> None:
+    def __init__(self, *, timeout_seconds: float = 1800.0, disk: Disk | None = None) -> None:
         # The thread's collectives must not mix with the training's, so they get a group of their own, on the host's memory.
         alone = not (dist.is_available() and dist.is_initialized())
         self._group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -76,7 +76,7 @@ class BackgroundSaver:
 
     def save(
         self,
-        root: str | Path,
+        root: str | Place,
         step: int,
         tensors: Mapping[str, torch.Tensor | Part],
         values: Mapping[str, Any],
@@ -94,12 +94,12 @@ class BackgroundSaver:
         """
         before = self.wait()
         planned = self._plan(step, tensors, values, merged).copied(self._copy.take)
-        self._saving = self._pool.submit(finish_save, self._ranks, Path(root), planned, keep=keep, best=best, disk=self._disk)
+        self._saving = self._pool.submit(finish_save, self._ranks, place_of(root), planned, keep=keep, best=best, disk=self._disk)
         return before
 
     def save_now(
         self,
-        root: str | Path,
+        root: str | Place,
         step: int,
         tensors: Mapping[str, torch.Tensor | Part],
         values: Mapping[str, Any],
@@ -116,7 +116,7 @@ class BackgroundSaver:
         self.wait()
         planned = self._plan(step, tensors, values, merged)
         with _told_as_failed():
-            return finish_save(self._ranks, Path(root), planned, keep=keep, best=best, disk=self._disk)
+            return finish_save(self._ranks, place_of(root), planned, keep=keep, best=best, disk=self._disk)
 
     def wait(self) -> SavedCheckpoint | None:
         """Wait for the save that is going on and return what came of it; None if none was.

@@ -13,25 +13,26 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwright.checkpoint.place import BLOCK_BYTES, OpenFile, Place
 from shardwright.errors import CheckpointError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-BLOCK_BYTES = 16 * 1024**2
-"""Size of one write, read or hash update: large enough that the system call does not count."""
-
 
 class Disk:
-    """A local or mounted file system."""
+    """A local or mounted file system; a subclass (`RemoteDisk`) takes other paths."""
 
-    def make_folder(self, path: Path) -> None:
+    renames = True
+    """Whether a folder gets its name in one instant; where not, a checkpoint is one as soon as it has a manifest."""
+
+    def make_folder(self, path: Any) -> None:
         """Make a folder that must not be there."""
         path.mkdir(mode=0o755)
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Any) -> int:
         """Open a new file for writing; it must not be there, not even as a link."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
@@ -48,7 +49,7 @@ class Disk:
         """Close a file."""
         os.close(descriptor)
 
-    def sync_folder(self, path: Path) -> None:
+    def sync_folder(self, path: Any) -> None:
         """Bring a folder's names to the device."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -59,19 +60,19 @@ class Disk:
         finally:
             os.close(descriptor)
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: Any, target: Any) -> None:
         """Move within a file system; a file in the target's place is replaced in the same instant."""
         os.replace(source, target)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Any) -> None:
         """Remove a file or link."""
         path.unlink(missing_ok=True)
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_folder(self, path: Any) -> None:
         """Remove an empty folder."""
         path.rmdir()
 
-    def remove_tree(self, path: Path) -> None:
+    def remove_tree(self, path: Any) -> None:
         """Remove a folder and what is in it; links inside are removed, not followed."""
         with os.scandir(path) as entries:
             inside = sorted(entries, key=lambda entry: entry.name)
@@ -92,7 +93,7 @@ class HashedFile:
     `write` returns before the block is hashed: the caller leaves the bytes alone until the next call has returned.
     """
 
-    def __init__(self, path: Path, disk: Disk) -> None:
+    def __init__(self, path: Place, disk: Disk) -> None:
         self.path = path
         self.size_bytes = 0
         self._disk = disk
@@ -124,19 +125,33 @@ class HashedFile:
         self._disk.close(self._descriptor)
 
 
-def write_file(path: Path, data: bytes, disk: Disk) -> str:
+def write_file(path: Place, data: bytes, disk: Disk) -> str:
     """Write a small new file and bring it to the device; returns its SHA-256."""
     with HashedFile(path, disk) as file:
         file.write(memoryview(data))
         return file.finish()
 
 
-def open_regular(path: Path) -> int:
+class _LocalFile(OpenFile):
+    def __init__(self, descriptor: int) -> None:
+        self.size_bytes = os.fstat(descriptor).st_size
+        self.descriptor = descriptor
+
+    def read_into(self, position: int, data: memoryview) -> int:
+        return os.preadv(self.descriptor, [data[:BLOCK_BYTES]], position)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def open_regular(path: Place) -> OpenFile:
     """Open for reading, refusing links, pipes and devices, which could lead outside, hang, or never end.
 
     Raises:
         CheckpointError: it is not a regular file, or cannot be opened.
     """
+    if not isinstance(path, Path):
+        return path.open_file()
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -145,47 +160,53 @@ def open_regular(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path.name} is not a regular file", field=str(path.parent))
-    return descriptor
+    with contextlib.suppress(OSError, AttributeError):  # a hint; not every system has it
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return _LocalFile(descriptor)
 
 
-def read_small(path: Path, limit_bytes: int) -> bytes:
+def sizes_in(folder: Place) -> dict[str, int | None]:
+    """Names in a folder with sizes in bytes, None for links and what else is no regular file; nothing is opened."""
+    if not isinstance(folder, Path):
+        return folder.sizes()
+    with os.scandir(folder) as entries:
+        return {
+            entry.name: entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else None
+            for entry in entries
+        }
+
+
+def read_small(path: Place, limit_bytes: int) -> bytes:
     """All of a regular file that must not be larger than `limit_bytes`.
 
     Raises:
         CheckpointError: it is larger, a link, or cannot be read.
     """
-    descriptor = open_regular(path)
-    try:
-        if (size := os.fstat(descriptor).st_size) > limit_bytes:
-            raise CheckpointError(f"{path.name} is too large", field=str(path.parent), got=size, allowed=f"{limit_bytes} bytes")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(limit_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", field=str(path.parent)) from error
-    finally:
-        os.close(descriptor)
+    with open_regular(path) as file:
+        if file.size_bytes > limit_bytes:
+            allowed = f"{limit_bytes} bytes"
+            raise CheckpointError(f"{path.name} is too large", field=str(path.parent), got=file.size_bytes, allowed=allowed)
+        try:
+            return file.read(0, file.size_bytes)
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}", field=str(path.parent)) from error
 
 
-def hash_file(path: Path, *, on_block: Callable[[int], None] | None = None) -> tuple[int, str]:
+def hash_file(path: Place, *, on_block: Callable[[int], None] | None = None) -> tuple[int, str]:
     """Bytes and SHA-256 of a regular file, told block by block to `on_block`.
 
     Raises:
         CheckpointError: it is a link or not a regular file, or cannot be read.
     """
-    descriptor = open_regular(path)
     digest = hashlib.sha256()
     size, block = 0, memoryview(bytearray(BLOCK_BYTES))
-    try:
-        with contextlib.suppress(OSError, AttributeError):  # a hint; not every system has it
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        with open(descriptor, "rb", buffering=0, closefd=False) as file:
-            while count := file.readinto(block):
+    with open_regular(path) as file:
+        try:
+            while count := file.read_into(size, block):
                 digest.update(block[:count])
                 size += count
                 if on_block is not None:
                     on_block(count)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", field=str(path.parent)) from error
-    finally:
-        os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}", field=str(path.parent)) from error
     return size, digest.hexdigest()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwright.checkpoint.disk import open_regular
 from shardwright.checkpoint.manifest import DTYPE_BYTES, parse_json
+from shardwright.checkpoint.place import Place
 from shardwright.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -45,32 +44,29 @@ def compose_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Place) -> dict[str, StoredTensor]:
     """Entries of a file's header, checked: sizes bounded, known dtypes, data without gaps or overlaps up to the end of the file.
 
     Raises:
         CheckpointError: names the file and what is wrong with it.
     """
-    descriptor = open_regular(path)
-    try:
-        file_bytes = os.fstat(descriptor).st_size
-        prefix = os.pread(descriptor, 8, 0)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise CheckpointError(
-                f"{path.name} has a header of {header_bytes} bytes in a file of {file_bytes}",
-                field=str(path.parent),
-                allowed=f"at most {MAX_HEADER_BYTES} and inside the file",
-            )
-        text = os.pread(descriptor, header_bytes, 8)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", field=str(path.parent)) from error
-    finally:
-        os.close(descriptor)
-    return parse_header(text, file_bytes, path)
+    with open_regular(path) as file:
+        try:
+            prefix = file.read(0, 8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
+                raise CheckpointError(
+                    f"{path.name} has a header of {header_bytes} bytes in a file of {file.size_bytes}",
+                    field=str(path.parent),
+                    allowed=f"at most {MAX_HEADER_BYTES} and inside the file",
+                )
+            text = file.read(8, header_bytes)
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}", field=str(path.parent)) from error
+    return parse_header(text, file.size_bytes, path)
 
 
-def parse_header(text: bytes, file_bytes: int, path: Path) -> dict[str, StoredTensor]:
+def parse_header(text: bytes, file_bytes: int, path: Place) -> dict[str, StoredTensor]:
     """Entries of a header's JSON; see `read_header`."""
 
     def refuse(problem: str) -> CheckpointError:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.disk import BLOCK_BYTES, open_regular, read_small
+from shardwright.checkpoint.disk import open_regular, read_small
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.header import StoredTensor, read_header
 from shardwright.checkpoint.manifest import (
@@ -29,6 +27,7 @@ from shardwright.checkpoint.manifest import (
     read_manifest_text,
 )
 from shardwright.checkpoint.pieces import DTYPE_NAMES, HeldTensor, Part, held_tensor
+from shardwright.checkpoint.place import BLOCK_BYTES, OpenFile, Place, place_of
 from shardwright.checkpoint.verify import Refused, WholeCheckpoint, candidates, faults_of_files, faults_of_folder, share_of_files
 from shardwright.errors import CheckpointError, ShardwrightError
 
@@ -40,18 +39,18 @@ _SHORT_RUN_BYTES = 64 * 1024
 """Runs below this are read together with what lies between them: a page or more would come with each anyway."""
 
 
-def newest_checkpoint(root: str | Path, *, group: dist.ProcessGroup | None = None) -> WholeCheckpoint | None:
+def newest_checkpoint(root: str | Place, *, group: dist.ProcessGroup | None = None) -> WholeCheckpoint | None:
     """The newest whole checkpoint of a root, or None; every rank of `group` calls this and gets the same answer.
 
     Newest is what `latest` names; where that is damaged, the newest before it, and one logged line says what was lost. Every byte
     of the answer was hashed, each file by one rank; `load_checkpoint` takes the answer without hashing again.
     """
-    ranks = Ranks(group)
-    paths, refused = candidates(Path(root)) if ranks.is_first else ([], [])
+    ranks, root = Ranks(group), place_of(root)
+    paths, refused = candidates(root) if ranks.is_first else ([], [])
     told = ranks.from_first([[path.name for path in paths], [[lost.path.name, lost.reason] for lost in refused]])
-    refused = [Refused(Path(root) / name, reason) for name, reason in told[1]]
+    refused = [Refused(root / name, reason) for name, reason in told[1]]
     for name in told[0]:
-        path = Path(root) / name
+        path = root / name
         manifest, faults = _verified(ranks, path)
         if manifest is not None and not faults:
             found = WholeCheckpoint(path, manifest, tuple(refused))
@@ -65,20 +64,20 @@ def newest_checkpoint(root: str | Path, *, group: dist.ProcessGroup | None = Non
     return None
 
 
-def open_checkpoint(path: str | Path, *, group: dist.ProcessGroup | None = None) -> WholeCheckpoint:
+def open_checkpoint(path: str | Place, *, group: dist.ProcessGroup | None = None) -> WholeCheckpoint:
     """A checkpoint by its folder, every byte checked; every rank of `group` calls this.
 
     Raises:
         CheckpointError: it is not whole; says what is wrong.
     """
-    manifest, faults = _verified(Ranks(group), Path(path))
+    manifest, faults = _verified(Ranks(group), place_of(path))
     if manifest is None or faults:
         shown = "; ".join(faults[:_SHOWN_DIFFERENCES])
         raise CheckpointError(f"this checkpoint cannot be taken: {shown}", field=str(path))
-    return WholeCheckpoint(Path(path), manifest)
+    return WholeCheckpoint(place_of(path), manifest)
 
 
-def _verified(ranks: Ranks, path: Path) -> tuple[Manifest | None, list[str]]:
+def _verified(ranks: Ranks, path: Place) -> tuple[Manifest | None, list[str]]:
     """A manifest as the first rank read it, and the faults that any rank found."""
     told: dict[str, Any] = {"text": "", "faults": []}
     if ranks.is_first:
@@ -123,7 +122,7 @@ def read_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None = Non
 
 
 def load_checkpoint(
-    checkpoint: str | Path | WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part], *, group: dist.ProcessGroup | None = None
+    checkpoint: str | Place | WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Fill `tensors` in place and return the values; every rank of `group` calls this.
 
@@ -184,26 +183,26 @@ def _fitting(ranks: Ranks, found: WholeCheckpoint, tensors: Mapping[str, torch.T
 class _Files:
     """Files of a checkpoint, opened and their headers read when first needed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self._folder = folder
-        self._open: dict[str, tuple[int, dict[str, StoredTensor]]] = {}
+        self._open: dict[str, tuple[OpenFile, dict[str, StoredTensor]]] = {}
 
     def __enter__(self) -> _Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor, _entries in self._open.values():
-            os.close(descriptor)
+        for opened, _entries in self._open.values():
+            opened.close()
 
-    def find(self, file: str, key: str) -> tuple[int, StoredTensor]:
-        """Descriptor and place of a slice."""
+    def find(self, file: str, key: str) -> tuple[OpenFile, StoredTensor]:
+        """The open file and the place in it of a slice."""
         if file not in self._open:
             entries = read_header(self._folder / file)
             self._open[file] = (open_regular(self._folder / file), entries)
-        descriptor, entries = self._open[file]
+        opened, entries = self._open[file]
         if key not in entries:
             raise CheckpointError(f"{file} no longer holds {key}", field=str(self._folder))
-        return descriptor, entries[key]
+        return opened, entries[key]
 
 
 def _fill(held: HeldTensor, name: str, manifest: Manifest, files: _Files) -> None:
@@ -212,9 +211,9 @@ def _fill(held: HeldTensor, name: str, manifest: Manifest, files: _Files) -> Non
         for part in manifest.tensors[name].slices:
             shared = piece.box.overlap(part.box)
             if shared is not None:
-                descriptor, stored = files.find(part.file, part.key)
+                file, stored = files.find(part.file, part.key)
                 target = _narrowed(piece.values, shared.within(piece.box))
-                _read_box(descriptor, stored, part.box.lengths, shared.within(part.box), target)
+                _read_box(file, stored, part.box.lengths, shared.within(part.box), target)
 
 
 def _narrowed(values: torch.Tensor, box: Box) -> torch.Tensor:
@@ -223,7 +222,7 @@ def _narrowed(values: torch.Tensor, box: Box) -> torch.Tensor:
     return values
 
 
-def _read_box(descriptor: int, stored: StoredTensor, shape: tuple[int, ...], box: Box, target: torch.Tensor) -> None:
+def _read_box(file: OpenFile, stored: StoredTensor, shape: tuple[int, ...], box: Box, target: torch.Tensor) -> None:
     """Read part `box` of a stored slice of `shape` into `target`.
 
     One run of bytes goes straight into host memory. Otherwise the span from the first to the last wanted byte is read, if it fits a
@@ -236,10 +235,10 @@ def _read_box(descriptor: int, stored: StoredTensor, shape: tuple[int, ...], box
     is_run = span_bytes == item * box.num_elements
     position = stored.start + item * start
     if is_run and target.device.type == "cpu" and target.is_contiguous():
-        _read_into(descriptor, position, target.view(-1).view(torch.uint8))
+        _read_into(file, position, target.view(-1).view(torch.uint8))
     elif span_bytes <= BLOCK_BYTES and (is_run or item * _run_elements(shape, box) < _SHORT_RUN_BYTES):
         staged = torch.empty(span_bytes, dtype=torch.uint8)
-        _read_into(descriptor, position, staged)
+        _read_into(file, position, staged)
         target.copy_(staged.view(_DTYPES[stored.dtype]).as_strided(box.lengths, strides))
     else:
         dim = next(dim for dim, length in enumerate(box.lengths) if length > 1)
@@ -247,7 +246,7 @@ def _read_box(descriptor: int, stored: StoredTensor, shape: tuple[int, ...], box
         for begin, length in ((0, half), (half, box.lengths[dim] - half)):
             offsets = tuple(offset + begin * (d == dim) for d, offset in enumerate(box.offsets))
             lengths = tuple(length if d == dim else old for d, old in enumerate(box.lengths))
-            _read_box(descriptor, stored, shape, Box(offsets, lengths), target.narrow(dim, begin, length))
+            _read_box(file, stored, shape, Box(offsets, lengths), target.narrow(dim, begin, length))
 
 
 def _run_elements(shape: tuple[int, ...], box: Box) -> int:
@@ -260,11 +259,11 @@ def _run_elements(shape: tuple[int, ...], box: Box) -> int:
     return run
 
 
-def _read_into(descriptor: int, position: int, data_N: torch.Tensor) -> None:
+def _read_into(file: OpenFile, position: int, data_N: torch.Tensor) -> None:
     """Fill a host tensor of bytes from a file."""
     view = data_N.numpy().data
     while view:
-        count = os.preadv(descriptor, [view[:BLOCK_BYTES]], position)
+        count = file.read_into(position, view)
         if count == 0:
             raise CheckpointError("a file ended early: it was changed after it was hashed")
         view, position = view[count:], position + count

@@ -17,11 +17,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.checkpoint.boxes import Box, fault_of_cover
 from shardwright.checkpoint.disk import read_small
+from shardwright.checkpoint.place import Place
 from shardwright.errors import CheckpointError
 
 FORMAT = "shardwright-checkpoint"
@@ -119,7 +119,7 @@ class Manifest:
         return json.dumps(whole, separators=(",", ":")).encode() + b"\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """The manifest of a checkpoint folder, its own hash checked before it is parsed.
 
     Raises:
@@ -128,7 +128,7 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(read_manifest_text(folder), folder)
 
 
-def read_manifest_text(folder: Path) -> bytes:
+def read_manifest_text(folder: Place) -> bytes:
     """The manifest's bytes, equal to their hash.
 
     Raises:
@@ -143,7 +143,7 @@ def read_manifest_text(folder: Path) -> bytes:
     return text
 
 
-def parse_manifest(text: bytes, folder: Path) -> Manifest:
+def parse_manifest(text: bytes, folder: Place) -> Manifest:
     """A manifest from its bytes, everything in it checked; `folder` is for messages.
 
     Raises:
@@ -176,7 +176,7 @@ def parse_manifest(text: bytes, folder: Path) -> Manifest:
 class _Reader:
     """Checks of one manifest's parts; every refusal names the folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
 
     def refuse(self, problem: str) -> NoReturn:
@@ -250,7 +250,7 @@ class _Reader:
                 seen.add((part.file, part.key))
 
 
-def parse_json(text: bytes, path: Path) -> Any:
+def parse_json(text: bytes, path: Place) -> Any:
     """JSON in UTF-8 without doubled keys and without NaN; `path` is for messages.
 
     Raises:

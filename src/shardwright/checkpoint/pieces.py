@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.boxes import Box, Cut, boxes_of, whole
-from shardwright.checkpoint.disk import BLOCK_BYTES
+from shardwright.checkpoint.place import BLOCK_BYTES
 from shardwright.errors import CheckpointError
 from shardwright.layout import Held
 

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from shardwright import __version__
 from shardwright.checkpoint import commit
 from shardwright.checkpoint.boxes import Box, fault_of_cover, whole
 from shardwright.checkpoint.commit import Keep
-from shardwright.checkpoint.disk import LOCAL_DISK, Disk, HashedFile, write_file
+from shardwright.checkpoint.disk import Disk, HashedFile, write_file
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.header import compose_header
 from shardwright.checkpoint.manifest import (
@@ -36,6 +35,8 @@ from shardwright.checkpoint.manifest import (
     encode_values,
 )
 from shardwright.checkpoint.pieces import HeldTensor, Part, blocks, held_tensor
+from shardwright.checkpoint.place import Place, place_of
+from shardwright.checkpoint.remote import disk_of
 from shardwright.errors import SaveFailed, ShardwrightError
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,15 @@ logger = logging.getLogger(__name__)
 class SavedCheckpoint:
     """What a save did: bytes over all ranks, seconds on this one, older checkpoints removed."""
 
-    path: Path
+    path: Place
     step: int
     num_bytes: int
     seconds: float
-    removed: tuple[Path, ...] = ()
+    removed: tuple[Place, ...] = ()
 
 
 def save_checkpoint(
-    root: str | Path,
+    root: str | Place,
     step: int,
     tensors: Mapping[str, torch.Tensor | Part],
     values: Mapping[str, Any],
@@ -62,12 +63,12 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
     keep: Keep | None = None,
     best: bool = False,
-    disk: Disk = LOCAL_DISK,
+    disk: Disk | None = None,
 ) -> SavedCheckpoint:
     """Write a checkpoint to `root/step-<step>`; every rank of `group` calls this, and every rank returns or every rank raises.
 
     Args:
-        root: folder of one run's checkpoints, the same for all ranks (a shared file system if they are on several machines).
+        root: folder or fsspec URL of one run's checkpoints, the same for all ranks (shared if they are on several machines).
         step: optimizer steps done.
         tensors: by name. Plain tensors are copies that all ranks naming them hold alike; DTensors say themselves who holds what.
             Ranks may name different tensors (pipeline stages).
@@ -84,7 +85,7 @@ def save_checkpoint(
     """
     ranks = Ranks(group)
     planned = plan_save(ranks, step, tensors, values, merged)
-    return finish_save(ranks, Path(root), planned, keep=keep, best=best, disk=disk)
+    return finish_save(ranks, place_of(root), planned, keep=keep, best=best, disk=disk)
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,15 @@ def plan_save(
     return PlannedSave(step, values, merged or {}, entries, takers, writing, digest)
 
 
-def finish_save(ranks: Ranks, root: Path, planned: PlannedSave, *, keep: Keep | None, best: bool, disk: Disk) -> SavedCheckpoint:
+def finish_save(
+    ranks: Ranks, root: Place, planned: PlannedSave, *, keep: Keep | None, best: bool, disk: Disk | None
+) -> SavedCheckpoint:
     """Write, publish and prune what was planned. See `save_checkpoint`."""
-    begun = time.monotonic()
-    folder: Path | None = None
+    begun, disk = time.monotonic(), disk or disk_of(root)
+    folder: Place | None = None
     try:
         values = {**planned.values, **_merged(ranks, planned.merged)}
-        folder = _begun(ranks, root, disk)
+        folder = _begun(ranks, root, planned.step, disk)
         manifest = _written(ranks, planned, values, folder, disk)
         path, removed = _committed(ranks, root, folder, manifest, keep, best, disk)
     except SaveFailed:
@@ -251,12 +254,12 @@ def _file_of(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
-def _begun(ranks: Ranks, root: Path, disk: Disk) -> Path:
+def _begun(ranks: Ranks, root: Place, step: int, disk: Disk) -> Place:
     """The folder to write into, made by the first rank."""
     told = {"folder": "", "fault": None}
     if ranks.is_first:
         try:
-            told["folder"] = str(commit.begin(root, disk).name)
+            told["folder"] = str(commit.begin(root, step, disk).name)
         except (OSError, ShardwrightError) as error:
             told["fault"] = _fault(error)
     told = ranks.from_first(told)
@@ -264,7 +267,7 @@ def _begun(ranks: Ranks, root: Path, disk: Disk) -> Path:
     return root / str(told["folder"])
 
 
-def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], folder: Path, disk: Disk) -> Manifest:
+def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], folder: Place, disk: Disk) -> Manifest:
     """Every rank writes its file, the first one the values too; the manifest of all."""
     files: dict[str, list[Any]] = {}
     fault = planned.fault
@@ -288,7 +291,7 @@ def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], fold
     )
 
 
-def _write_shard(path: Path, planned: PlannedSave, disk: Disk) -> list[Any]:
+def _write_shard(path: Place, planned: PlannedSave, disk: Disk) -> list[Any]:
     """Write a rank's file; its size in bytes and SHA-256."""
     keys = {(name, part.box): part.key for name, entry in planned.entries.items() for part in entry.slices}
     with HashedFile(path, disk) as file:
@@ -301,8 +304,8 @@ def _write_shard(path: Path, planned: PlannedSave, disk: Disk) -> list[Any]:
 
 
 def _committed(
-    ranks: Ranks, root: Path, folder: Path, manifest: Manifest, keep: Keep | None, best: bool, disk: Disk
-) -> tuple[Path, list[Path]]:
+    ranks: Ranks, root: Place, folder: Place, manifest: Manifest, keep: Keep | None, best: bool, disk: Disk
+) -> tuple[Place, list[Place]]:
     """The first rank publishes and prunes; all ranks learn how it went."""
     told: dict[str, Any] = {"name": "", "removed": [], "fault": None}
     if ranks.is_first:
@@ -334,7 +337,7 @@ def _require_no_faults(faults: list[str | None], consequence: str) -> None:
         raise SaveFailed(f"the checkpoint could not be saved; {consequence}. {'; '.join(met)}")
 
 
-def _discard_quietly(folder: Path, disk: Disk) -> None:
+def _discard_quietly(folder: Place, disk: Disk) -> None:
     """Remove what a failed save wrote; if even that fails, the next save does it."""
     try:
         commit.discard(folder, disk)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwright.checkpoint.commit import LATEST, StepFolder, in_order_of_trust, read_pointer
-from shardwright.checkpoint.disk import hash_file
+from shardwright.checkpoint.disk import hash_file, sizes_in
 from shardwright.checkpoint.header import read_header
 from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, Manifest, read_manifest
+from shardwright.checkpoint.place import Place
 from shardwright.errors import CheckpointError
 
 
@@ -18,11 +17,11 @@ from shardwright.errors import CheckpointError
 class Refused:
     """A checkpoint that cannot be taken, and why."""
 
-    path: Path
+    path: Place
     reason: str
 
     @classmethod
-    def because(cls, path: Path, faults: list[str]) -> Refused:
+    def because(cls, path: Place, faults: list[str]) -> Refused:
         """With the first few of its faults."""
         return cls(path, "; ".join(faults[:3]) + (f"; {len(faults) - 3} more" if len(faults) > 3 else ""))
 
@@ -34,7 +33,7 @@ class Refused:
 class WholeCheckpoint:
     """A checkpoint whose every byte was found to be what was written; `refused` are newer ones that were not."""
 
-    path: Path
+    path: Place
     manifest: Manifest
     refused: tuple[Refused, ...] = ()
 
@@ -44,30 +43,25 @@ class WholeCheckpoint:
         return self.manifest.step
 
 
-def faults_of_folder(folder: Path, manifest: Manifest) -> list[str]:
+def faults_of_folder(folder: Place, manifest: Manifest) -> list[str]:
     """What a folder's own name and those in it have that its manifest does not say, or lack; nothing is opened."""
     wanted = {*manifest.files, MANIFEST_NAME, MANIFEST_HASH_NAME}
-    with os.scandir(folder) as entries:
-        there = {entry.name: entry for entry in entries}
+    there = sizes_in(folder)
     named = StepFolder.of(folder)
     if named is not None and named.step != manifest.step:
         return [f"its manifest is of step {manifest.step}"]
     faults = [f"{name} is missing" for name in sorted(wanted - set(there))]
     faults += [f"{name} is surplus" for name in sorted(set(there) - wanted)]
-    faults += [
-        f"{name} is a link or no regular file"
-        for name in sorted(wanted & set(there))
-        if not there[name].is_file(follow_symlinks=False)
-    ]
+    faults += [f"{name} is a link or no regular file" for name in sorted(wanted & set(there)) if there[name] is None]
     for name in sorted(set(manifest.files) & set(there)):
-        size = there[name].stat(follow_symlinks=False).st_size
-        if size != manifest.files[name].size_bytes:
+        size = there[name]
+        if size is not None and size != manifest.files[name].size_bytes:
             faults.append(f"{name} has {size} bytes, {manifest.files[name].size_bytes} were written")
     return faults
 
 
 def faults_of_files(
-    folder: Path, manifest: Manifest, names: Iterable[str], *, on_block: Callable[[int], None] | None = None
+    folder: Place, manifest: Manifest, names: Iterable[str], *, on_block: Callable[[int], None] | None = None
 ) -> list[str]:
     """What is wrong with the bytes of some of a checkpoint's files: hash first, and only if it is right the header."""
     faults = []
@@ -83,7 +77,7 @@ def faults_of_files(
     return faults
 
 
-def _faults_of_header(path: Path, manifest: Manifest) -> list[str]:
+def _faults_of_header(path: Place, manifest: Manifest) -> list[str]:
     """Where a file's header and the manifest disagree."""
     stored = read_header(path)
     wanted = {
@@ -102,7 +96,7 @@ def _faults_of_header(path: Path, manifest: Manifest) -> list[str]:
     return faults
 
 
-def verify_checkpoint(folder: Path, *, on_block: Callable[[int], None] | None = None) -> tuple[Manifest | None, list[str]]:
+def verify_checkpoint(folder: Place, *, on_block: Callable[[int], None] | None = None) -> tuple[Manifest | None, list[str]]:
     """The manifest (None if it cannot be taken) and everything that is wrong; no fault means that the checkpoint is whole."""
     try:
         manifest = read_manifest(folder)
@@ -129,14 +123,14 @@ def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
     return mine
 
 
-def candidates(root: Path) -> tuple[list[Path], list[Refused]]:
+def candidates(root: Place) -> tuple[list[Place], list[Refused]]:
     """Folders in the order in which to try them, and what is lost already: a folder that `latest` names and that is gone."""
     folders, latest = in_order_of_trust(root), read_pointer(root, LATEST)
     lost = [] if latest is None or latest in folders else [Refused(latest.path, "latest names it, but there is no such folder")]
     return [folder.path for folder in folders], lost
 
 
-def newest_whole(root: Path) -> tuple[WholeCheckpoint | None, list[Refused]]:
+def newest_whole(root: Place) -> tuple[WholeCheckpoint | None, list[Refused]]:
     """The newest whole checkpoint of a root, in one process, and those that were tried before it and refused."""
     paths, refused = candidates(root)
     for path in paths:

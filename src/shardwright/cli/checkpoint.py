@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from shardwright.checkpoint.commit import BEST, LATEST, StepFolder, in_order_of_trust, read_pointer, step_folders
-from shardwright.checkpoint.disk import read_small
+from shardwright.checkpoint.disk import read_small, sizes_in
 from shardwright.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_VALUES_BYTES,
@@ -24,6 +23,7 @@ from shardwright.checkpoint.manifest import (
     parse_json,
     read_manifest,
 )
+from shardwright.checkpoint.place import Place, place_of
 from shardwright.checkpoint.verify import verify_checkpoint
 from shardwright.cli.options import JsonOutput
 from shardwright.errors import CheckpointError, ExitCode
@@ -34,15 +34,19 @@ SCHEMA_VERSION = 1
 app = typer.Typer(help="List, verify and inspect checkpoints.", no_args_is_help=True, rich_markup_mode=None)
 
 CheckpointPath = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A checkpoint (step-...), a folder of checkpoints, or a run's folder.", show_default=False),
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="A checkpoint (step-...), a folder of checkpoints, or a run's folder; a local path or an fsspec URL.",
+        show_default=False,
+    ),
 ]
 
 
 @app.command("list")
 def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
     """List the checkpoints of a run: step, size, what latest and best name. Nothing is hashed."""
-    root = _root_of(path)
+    root = _root_of(place_of(path))
     pointed = {name: read_pointer(root, name) for name in (LATEST, BEST)}
     rows: list[dict[str, Any]] = []
     for folder in step_folders(root):
@@ -68,7 +72,8 @@ def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
 @app.command("verify")
 def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
     """Hash every byte and check every header; exit code 1 when something is damaged. A folder of checkpoints: each of them."""
-    folders = [path] if _is_checkpoint(path) else [folder.path for folder in in_order_of_trust(_root_of(path))]
+    place = place_of(path)
+    folders = [place] if _is_checkpoint(place) else [folder.path for folder in in_order_of_trust(_root_of(place))]
     checked = [_verified(folder, quiet=json_output) for folder in folders]
     whole = all(not row["faults"] for row in checked)
     if json_output:
@@ -85,7 +90,8 @@ def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> Non
 @app.command("inspect")
 def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
     """Show what a checkpoint holds: values, files, tensors and how they are cut. Of several checkpoints, the one to resume from."""
-    folder = path if _is_checkpoint(path) else in_order_of_trust(_root_of(path))[0].path
+    place = place_of(path)
+    folder = place if _is_checkpoint(place) else in_order_of_trust(_root_of(place))[0].path
     manifest = read_manifest(folder)
     values = parse_json(read_small(folder / VALUES_NAME, MAX_VALUES_BYTES), folder / VALUES_NAME)
     if json_output:
@@ -107,7 +113,7 @@ def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> No
     console.print_json(json.dumps(values))
 
 
-def _inspected(folder: Path, manifest: Manifest, values: Any) -> dict[str, Any]:
+def _inspected(folder: Place, manifest: Manifest, values: Any) -> dict[str, Any]:
     def told(entry: TensorEntry) -> dict[str, Any]:
         slices = [{"file": s.file, "offsets": s.box.offsets, "lengths": s.box.lengths} for s in entry.slices]
         return {"dtype": entry.dtype, "shape": entry.shape, "size_bytes": entry.num_bytes, "slices": slices}
@@ -123,7 +129,7 @@ def _inspected(folder: Path, manifest: Manifest, values: Any) -> dict[str, Any]:
     }
 
 
-def _verified(folder: Path, *, quiet: bool) -> dict[str, Any]:
+def _verified(folder: Place, *, quiet: bool) -> dict[str, Any]:
     """One checkpoint's faults, with a bar on standard error while it is hashed."""
     began = time.monotonic()
     console = Console(stderr=True, quiet=quiet)
@@ -139,16 +145,16 @@ def _verified(folder: Path, *, quiet: bool) -> dict[str, Any]:
     }
 
 
-def _size_on_disk(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.iterdir())
+def _size_on_disk(folder: Place) -> int:
+    return sum(size or 0 for size in sizes_in(folder).values())
 
 
-def _is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Place) -> bool:
     """A folder that is one checkpoint: it has its name, or a manifest."""
     return path.is_dir() and (StepFolder.of(path) is not None or (path / MANIFEST_NAME).exists())
 
 
-def _root_of(path: Path) -> Path:
+def _root_of(path: Place) -> Place:
     """The folder of checkpoints that a path means.
 
     Raises:

@@ -316,8 +316,10 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is saved, when, and how much is kept."""
+    """What is saved, when, where, and how much is kept."""
 
+    dir: str | None = None
+    """Where: a folder, or an fsspec URL such as `s3://bucket/run`; default `checkpoints` in the run folder."""
     every_steps: Positive | None = None
     """Steps between checkpoints; null saves only at the end, on a stop, and where validation improves (`keep_best`)."""
     keep_last: Positive = 2

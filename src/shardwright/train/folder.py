@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.place import Place, place_of
 from shardwright.config import Recipe, dump_recipe, load_recipe
 from shardwright.errors import CheckpointError, InputError
 from shardwright.telemetry.events import check_free
@@ -23,11 +24,14 @@ class RunFolder:
     """Paths of one run."""
 
     path: Path
+    checkpoints_at: str | None = None
+    """Folder or URL of the checkpoints, where they are not in the run folder."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunFolder:
         """The folder that a recipe names: `run.dir`, or runs/<name>."""
-        return cls(Path(recipe.run.dir) if recipe.run.dir else Path("runs") / recipe.name)
+        path = Path(recipe.run.dir) if recipe.run.dir else Path("runs") / recipe.name
+        return cls(path, recipe.checkpoint.dir)
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
@@ -41,7 +45,7 @@ class RunFolder:
             raise InputError(
                 "not a run folder", field="RUN", got=str(path), allowed="a folder that holds recipe.yaml, as `train` makes it"
             )
-        return folder
+        return cls(path, folder.load_recipe().checkpoint.dir)
 
     @property
     def recipe(self) -> Path:
@@ -69,9 +73,9 @@ class RunFolder:
         return self.path / "log.txt"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Place:
         """All checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / "checkpoints" if self.checkpoints_at is None else place_of(self.checkpoints_at)
 
     @property
     def has_checkpoints(self) -> bool:

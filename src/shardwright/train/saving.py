@@ -95,7 +95,7 @@ class Saver:
     state: TrainState
     speaker: Speaker
     folder: RunFolder
-    speaks: bool
+    speaks: bool = True
     drift: list[dict[str, Any]] = field(default_factory=list)
     """What was allowed to change, at which step; carried on from checkpoint to checkpoint."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwright.architecture import ModelShape, read_config
 from shardwright.checkpoint.commit import BEST, LATEST, read_pointer, step_folders
 from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint
+from shardwright.checkpoint.place import Place
 from shardwright.checkpoint.verify import WholeCheckpoint
 from shardwright.data.tokenize import load_tokenizer
 from shardwright.data.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
     """
     path = Path(path)
     if RunFolder(path).recipe.is_file():
-        return _open_run(RunFolder(path), checkpoint)
+        return _open_run(RunFolder.existing(path), checkpoint)
     if not (path / "config.json").is_file():
         raise InputError(
             "no model here",
@@ -122,7 +123,7 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
     )
 
 
-def find_checkpoint(root: Path, wanted: str) -> WholeCheckpoint:
+def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:
     """A checkpoint of a run, every byte hashed.
 
     Raises:

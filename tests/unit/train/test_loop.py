@@ -15,12 +15,15 @@ import pytest
 
 from shardwright.checkpoint.background import BackgroundSaver
 from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.place import place_of
 from shardwright.config import Recipe
 from shardwright.errors import CheckpointError, Preempted, SaveFailed
 from shardwright.telemetry.events import Checkpoint, Evaluation, Step, Warned, read_events, surviving
 from shardwright.train import saving
+from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Loop
 from shardwright.train.saving import Saver
+from shardwright.train.source import open_source
 from shardwright.train.start import train
 from shardwright.train.step import StepTimes
 from tests.unit.train.finished import ALPHABET, CONFIG
@@ -151,3 +154,16 @@ def test_a_save_that_fails_is_told_and_training_goes_on_unless_it_is_the_last(
     with pytest.raises(SaveFailed, match="No space left"):
         train(recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": str(tmp_path / "other")})}))
     assert [event.step for event in read_events(tmp_path / "other").of(Checkpoint)] == [1, 2]
+
+
+def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
+    url = "memory://bucket/elsewhere"
+    recipe = recipe_in(tmp_path)
+    recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"dir": url})})
+    train(recipe)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert RunFolder.existing(tmp_path / "run").checkpoints == place_of(url)
+    longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_steps": 3})})
+    train(longer, resume=True)
+    assert [event.step for event in surviving(read_events(tmp_path / "run")) if isinstance(event, Step)] == [1, 2, 3]
+    assert open_source(tmp_path / "run").step == 3

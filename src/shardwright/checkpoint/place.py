@@ -1,0 +1,177 @@
+"""Where a checkpoint is: a local path, or a place behind any fsspec URL (`s3://bucket/run`, `gs://`, `memory://`). No torch."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import total_ordering
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from shardwright.errors import CheckpointError
+
+BLOCK_BYTES = 16 * 1024**2
+"""Size of one write, read or hash update: large enough that the system call does not count."""
+
+
+class OpenFile(ABC):
+    """A file that is open for reading; a context manager."""
+
+    size_bytes: int
+
+    @abstractmethod
+    def read_into(self, position: int, data: memoryview) -> int:
+        """Fill `data` from byte `position` on, as far as one read goes; how many bytes, 0 at the end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it."""
+
+    def read(self, position: int, num_bytes: int) -> bytes:
+        """Bytes from `position` on, fewer at the end of the file."""
+        data = memoryview(bytearray(num_bytes))
+        filled = 0
+        while filled < num_bytes and (count := self.read_into(position + filled, data[filled:])):
+            filled += count
+        return bytes(data[:filled])
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@total_ordering
+class RemotePath:
+    """The little of `pathlib.Path` that checkpoints use, in an fsspec file system.
+
+    Links do not exist there: whatever is not a plain file or folder is neither.
+    """
+
+    def __init__(self, file_system: Any, path: str) -> None:
+        self.file_system = file_system
+        self.path = path.rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """Last part."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder around it."""
+        return RemotePath(self.file_system, self.path.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.file_system, f"{self.path}/{name}")
+
+    def __str__(self) -> str:
+        return str(self.file_system.unstrip_protocol(self.path))
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and str(self) == str(other)
+
+    def __lt__(self, other: RemotePath) -> bool:
+        return self.path < other.path
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def kind(self) -> str | None:
+        """`file`, `directory`, another kind, or None where there is nothing."""
+        self.file_system.invalidate_cache()
+        try:
+            return str(self.file_system.info(self.path)["type"])
+        except FileNotFoundError:
+            return None
+
+    def is_file(self) -> bool:
+        """Whether a plain file is there."""
+        return self.kind() == "file"
+
+    def is_dir(self) -> bool:
+        """Whether anything lies below."""
+        return self.kind() == "directory"
+
+    def exists(self) -> bool:
+        """Whether anything is there."""
+        return self.kind() is not None
+
+    def is_symlink(self) -> bool:
+        """Never: see `kind`."""
+        return False
+
+    def sizes(self) -> dict[str, int | None]:
+        """Names in a folder with sizes in bytes, None for what is no plain file."""
+        self.file_system.invalidate_cache()
+        try:
+            entries = self.file_system.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return {}
+        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries if entry["name"].strip("/")}
+        return {name: int(entry["size"] or 0) if entry["type"] == "file" else None for name, entry in named.items()}
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """What is in the folder."""
+        return (self / name for name in self.sizes())
+
+    def open_file(self) -> OpenFile:
+        """Open for reading.
+
+        Raises:
+            CheckpointError: it is no plain file, or cannot be opened.
+        """
+        if not self.is_file():
+            raise CheckpointError(f"{self.name} is not a regular file", field=str(self.parent))
+        try:
+            return _RemoteFile(self)
+        except OSError as error:
+            raise CheckpointError(f"{self.name} cannot be opened: {error}", field=str(self.parent)) from error
+
+
+Place: TypeAlias = Path | RemotePath
+"""Where a checkpoint is."""
+
+
+class _RemoteFile(OpenFile):
+    def __init__(self, path: RemotePath) -> None:
+        self.size_bytes = int(path.file_system.size(path.path))
+        self._file = path.file_system.open(path.path, "rb")
+
+    def read_into(self, position: int, data: memoryview) -> int:
+        self._file.seek(position)
+        block = self._file.read(min(len(data), BLOCK_BYTES))
+        data[: len(block)] = block
+        return len(block)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def place_of(text: str | Path | RemotePath) -> Place:
+    """A local path, or the place of an fsspec URL.
+
+    Raises:
+        CheckpointError: a URL whose file system is unknown, not installed, or cannot be reached.
+
+    >>> place_of("runs/demo"), place_of("memory://runs/demo") / "latest"
+    (PosixPath('runs/demo'), RemotePath(memory:///runs/demo/latest))
+    """
+    if not isinstance(text, str) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        return Path(text) if isinstance(text, str) else text
+    import fsspec
+
+    try:
+        file_system, path = fsspec.url_to_fs(text)
+    except (ImportError, ValueError, OSError) as error:
+        raise CheckpointError(f"this place cannot be used: {error}", field="checkpoint.dir", got=text) from error
+    return Path(path) if "file" in _protocols(file_system) else RemotePath(file_system, path)
+
+
+def _protocols(file_system: Any) -> tuple[str, ...]:
+    return (file_system.protocol,) if isinstance(file_system.protocol, str) else tuple(file_system.protocol)
