@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwright.config.schema import RecomputeKind
 from shardwright.layout.degrees import ZeroStage
@@ -23,6 +23,8 @@ class Framework:
     """
 
     engine: Engine
+    engine_of_one_stage: Engine | None = None
+    """Where it keeps other things without a pipeline."""
     zero_stage: ZeroStage = 1
     zero_stage_in_pipeline: ZeroStage | None = None
     """What a stated stage 3 is under pp: torchtitan gathers once per step there and keeps parameters whole between passes."""
@@ -38,21 +40,17 @@ class Framework:
 _MIXED = {"weight_bytes": 2.0, "master_bytes": 4.0, "casts_at_use": False}
 """Half-precision weights beside fp32 master weights that are sharded with the optimizer's states."""
 
+# fp32 gradients are summed beside bf16 ones that live until the step.
+_NANOTRON = Engine("nanotron", **_MIXED, gradient_bytes=6.0, reduce_bytes=4.0, whole_gradients=True)
+
 FRAMEWORKS: dict[str, Framework] = {
     "nanotron": Framework(
-        # fp32 gradients are summed beside bf16 ones that live until the step.
-        Engine(
-            "nanotron",
-            **_MIXED,
-            gradient_bytes=6.0,
-            reduce_bytes=4.0,
-            whole_gradients=True,
-            keeps_gathered_sequence=False,
-            gated_tensors=4.0,
-            rotary_tensors=2.0,
-            norm_tensors=3.0,
-            logit_bytes=13.0,
+        # Pipelined blocks keep their gated product, turned queries and keys and normed inputs once more, and gather again what
+        # sequence parallelism gathers; without a pipeline the gathered inputs are kept.
+        replace(
+            _NANOTRON, keeps_gathered_sequence=False, gated_tensors=4.0, rotary_tensors=2.0, norm_tensors=3.0, logit_bytes=13.0
         ),
+        engine_of_one_stage=replace(_NANOTRON, rotary_tensors=1.0, logit_bytes=10.0),
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": Framework(
@@ -121,7 +119,8 @@ FRAMEWORKS: dict[str, Framework] = {
 _SIGNS: tuple[tuple[str, str], ...] = (
     (r"nanotron", "nanotron"),
     (r"megatron-deepspeed|bigscience|bloom", "megatron-deepspeed"),
-    (r"megatron\+deepspeed|megatron-lm|ptd\b|megascale", "megatron-lm"),
+    (r"megascale", "megatron-core"),
+    (r"megatron\+deepspeed|megatron-lm|ptd\b", "megatron-lm"),
     (r"nemo|megatron-core|megatron-bridge|dgxc", "megatron-core"),
     (r"llm-foundry|composer|mosaic", "llm-foundry"),
     (r"torchtitan|torchtune|fsdp2", "torchtitan"),

@@ -134,6 +134,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
     )
     cluster = _cluster(row, framework)
     layout = _layout(row, framework, shape, cluster)
+    shape = _fill_stages(shape, layout)
     local = _whole(row, "notes.local_batch")
     micro = _whole(row, "micro_batch") or (max(1, local // layout.pp) if local else None)  # torchtitan: as many parts as stages
     return Case(
@@ -146,8 +147,14 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         metric=_metric(row["mem_metric"]),
         micro_batch_stated=micro is not None,
         recompute_stated=row["recompute"] in ("none", "selective", "full"),
-        features=_features(row),
+        features=(f"{trainer} on {cluster.accelerator.generation}", *_features(row, shape)),
     )
+
+
+def _fill_stages(shape: ModelShape, layout: Layout) -> ModelShape:
+    """The shape with a layer for every stage: nanotron lets stages stand empty, whose pace the full ones set all the same."""
+    missing = layout.pp * (layout.virtual_stages or 1) - shape.num_layers
+    return shape if missing <= 0 else replace(shape, layers=shape.layers + shape.layers[-1:] * missing)
 
 
 def _likely_framework(row: Mapping[str, str]) -> str:
@@ -234,7 +241,7 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
         # Interleaving wants whole rounds of micro-batches; a row that has none ran something else.
         layout = replace(layout, schedule="1f1b", virtual_stages=None)
     precision: Precision = {"fp8": "fp8", "fp16": "fp16", "nvfp4": "nvfp4", "fp32": "fp32"}.get(row["precision"], "bf16")  # type: ignore[assignment]
-    engine = _engine(row, framework)
+    engine = _engine(row, framework, layout)
     return Candidate(
         layout=layout,
         sequence_length=_whole(row, "seq_len") or 2048,
@@ -252,8 +259,8 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
     )
 
 
-def _engine(row: Mapping[str, str], framework: Framework) -> Engine:
-    engine = framework.engine
+def _engine(row: Mapping[str, str], framework: Framework, layout: Layout) -> Engine:
+    engine = (framework.engine_of_one_stage if layout.pp == 1 else None) or framework.engine
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:
@@ -276,8 +283,9 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
     return Adapter(rank=16, quantised=quantised)
 
 
-def _features(row: Mapping[str, str]) -> tuple[str, ...]:
+def _features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
     named = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
+    named.append("attention_sinks" if shape.attention_sinks else "")
     named.append("power_limited" if "power limited" in row["gpu"] else "")
     named.append(f"nemo-{row['notes.release']}" if row["notes.release"] else "")
     return tuple(name for name in named if name)
@@ -287,6 +295,6 @@ def _metric(text: str) -> MemoryMetric:
     """Which total a row's memory is: the allocator's live bytes, what it reserves, or what the device's monitor shows."""
     if "nvidia-smi" in text:
         return "device"
-    if ("reserved" in text and "not stated" not in text) or "torchtitan" in text:
+    if "reserved" in text or "torchtitan" in text:  # also where a source does not say which of the two it is
         return "reserved"
     return "allocated" if text else "device"
