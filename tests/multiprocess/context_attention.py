@@ -5,6 +5,7 @@ Legend: B sequences, T tokens, H query heads, K key/value heads, E head_dim.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -20,6 +21,7 @@ from shardwright.parallel.blocks import CpuFlash, Scores
 from shardwright.parallel.ring import RowAttention, attend_row
 from shardwright.parallel.sight import Row
 from shardwright.parallel.ulysses import to_heads, to_tokens
+from shardwright.rehearse.collectives import Recorder
 
 RATE = 0.25
 
@@ -193,6 +195,22 @@ def order_on_ranks(method: str) -> list[str]:
         out.sum().backward()
         parts.append(list(told))
     return [", ".join(word for word, _ in groupby(part)) for part in parts]
+
+
+def traffic_on_ranks(sample: Sample, method: str) -> list[dict[str, float]]:
+    """Bytes that a rank sends, by collective, forward and backward."""
+    parts = []
+    with Recorder() as forward:
+        out = _own_attention(sample, method)
+    with Recorder() as backward:
+        out.sum().backward()
+    for recorder in (forward, backward):
+        sent: dict[str, float] = defaultdict(float)
+        for call in recorder.collectives:
+            if call.kind != "recv":
+                sent[call.kind] += call.sent_bytes
+        parts.append(dict(sent))
+    return parts
 
 
 def blocks_on_ranks(sample: Sample) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.multiprocess.context_attention import Sample, blocks_on_ranks, dense, on_ranks, order_on_ranks
+from tests.multiprocess.context_attention import Sample, blocks_on_ranks, dense, on_ranks, order_on_ranks, traffic_on_ranks
 from tests.multiprocess.pool import RankPool
 
 SAMPLES = [
@@ -62,3 +62,23 @@ def test_blocks_that_no_query_sees_are_not_computed(ranks: RankPool) -> None:
     """A window of 4 in chunks of 6: of 3 x 2 chunks of keys, each rank's 2 of queries see themselves and the one before."""
     for rank, got in enumerate(ranks.run(2, blocks_on_ranks, Sample(window=4))):
         assert got == (3 if rank == 0 else 4)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_byte_sent_is_in_the_formula(ranks: RankPool, num_ranks: int, method: str) -> None:
+    """Of n ranks each has Q bytes of queries (and of output) and P of keys and values."""
+    sample = Sample(dtype=torch.float32)
+    tokens = 2 * sample.tokens // num_ranks * 8 * 4  # of both rows, 8 features of 4 bytes
+    q, pair, others = sample.heads * tokens, 2 * sample.kv_heads * tokens, num_ranks - 1
+    if method == "ulysses" and sample.kv_heads < num_ranks:
+        pair = 2 * num_ranks * tokens  # a key-value head for every rank
+    exchanged = others / num_ranks * (2 * q + pair)
+    wanted = {
+        # Gradients make the whole round: one pass more.
+        "ring": [{"send": others * pair}, {"send": others * pair + num_ranks * pair}],
+        "all_gather": [{"all_gather": others * pair}, {"all_gather": others * pair, "reduce_scatter": others * pair}],
+        "ulysses": [{"all_to_all": exchanged}, {"all_to_all": exchanged}],
+    }
+    for got in ranks.run(num_ranks, traffic_on_ranks, sample, method):
+        assert got == wanted[method]

@@ -1,0 +1,168 @@
+"""Context parallelism on two CPU ranks: each method against one process and against ZeRO 3, and where a step's time goes.
+
+    python -m benchmarks.context                        rows of 4096 tokens of a Llama of 29M parameters, fp32
+    python -m benchmarks.context --tokens 8192 --window 512
+
+Every contender trains on the same rows: context ranks share one row, ZeRO's ranks take one of two rows each, one process takes
+both cores. All are timed in turn (A B C A B C ...) by one process pool, so that what slows the machine slows them alike. `waiting`
+is what a rank stands still, within forward and backward, for keys, values, their gradients or exchanged heads: what attention did
+not hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.case import LLAMA_29M, shifted_labels, synthetic_tokens
+from benchmarks.conditions import read_conditions
+from shardwright.architecture import read_config
+from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import Layout, RankGrid
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.numerics import chunked_cross_entropy
+from shardwright.optim import build_optimizer
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh, ring, ulysses
+from shardwright.plan import BatchPlan, Plan
+from shardwright.train.step import StepTimes, accumulate_gradients, update
+from shardwright.verify.pool import RankPool
+
+LAYOUTS = {
+    "one process, two threads": Layout(),
+    "one process, one thread": Layout(),
+    "zero 3": Layout(dp_shard=2, zero_stage=3),
+    "ring": Layout(cp=2, cp_method="ring"),
+    "all_gather": Layout(cp=2, cp_method="all_gather"),
+    "ulysses": Layout(cp=2, cp_method="ulysses"),
+}
+PARTS = ("forward", "backward", "reduction", "optimizer", "waiting")
+
+_built: dict[str, tuple[ParallelModel, torch.optim.Optimizer]] = {}
+"""Of this worker, by contender: built in its first round, kept for the others."""
+
+
+def main() -> None:
+    """Time all contenders and print a table; `--out` writes the numbers."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each contender, after one that warms up")
+    parser.add_argument("--window", type=int, default=None, help="a sliding window in every layer, in tokens")
+    parser.add_argument("--kv-heads", type=int, default=4, help="key-value heads for the model's 8 query heads")
+    parser.add_argument("--out", type=Path, default=None, help="folder for context-two-ranks.json")
+    arguments = parser.parse_args()
+    config = LLAMA_29M | {"num_key_value_heads": arguments.kv_heads, "max_position_embeddings": arguments.tokens}
+    if arguments.window is not None:
+        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": arguments.window}
+    rows = compare(config, arguments.tokens, arguments.rounds)
+    print(table(rows))
+    if arguments.out is not None:
+        result = {"tokens": arguments.tokens, "window": arguments.window, "config": config, "rows": rows}
+        result["conditions"] = read_conditions()
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "context-two-ranks.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compare(config: dict[str, Any], num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
+    """Medians over the rounds: seconds of a step and of its parts on the slowest rank, tokens per second over all ranks."""
+    seen: dict[str, list[list[dict[str, float]]]] = {name: [] for name in LAYOUTS}
+    with RankPool(timeout_seconds=600.0) as pool:
+        for number in range(num_rounds + 1):
+            for name, layout in LAYOUTS.items():
+                by_rank = pool.run(layout.world_size, time_a_step, name, config, num_tokens, number)
+                if number > 0:
+                    seen[name].append(by_rank)
+    rows = []
+    for name, rounds in seen.items():
+        slowest = [max(by_rank, key=lambda times: times["step"]) for by_rank in rounds]
+        times = {part: median(step[part] for step in slowest) for part in ("step", *PARTS)}
+        spread = [min(step["step"] for step in slowest), max(step["step"] for step in slowest)]
+        tokens_per_second = LAYOUTS[name].data_ranks * num_tokens / times["step"]
+        losses = {step["loss"] for step in rounds[-1]}
+        rows.append({"name": name, "tokens_per_second": tokens_per_second, "seconds": times, "range": spread, "loss": max(losses)})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| contender | tokens/s | step, s (range) | " + " | ".join(PARTS) + " |", "|---|" + "---:|" * (2 + len(PARTS))]
+    for row in rows:
+        low, high = row["range"]
+        parts = " | ".join(f"{row['seconds'][part]:.3f}" for part in PARTS)
+        step = f"{row['seconds']['step']:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"| {row['name']} | {row['tokens_per_second']:,.0f} | {step} | {parts} |")
+    return "\n".join(lines)
+
+
+def time_a_step(name: str, config: dict[str, Any], num_tokens: int, number: int) -> dict[str, float]:
+    """Seconds of one training step on this rank, by part; the first call builds the model."""
+    torch.set_num_threads(2 if name.endswith("two threads") else 1)
+    layout = LAYOUTS[name]
+    model, optimizer = _built.get(name) or _built.setdefault(name, build(config, layout, num_tokens))
+    data_rank = 0 if model.mesh is None else RankGrid(layout).data_rank(model.mesh.rank)
+    tokens = synthetic_tokens(config["vocab_size"], num_tokens, 16)
+    ids_BT = tokens[[(number * layout.data_ranks + data_rank) % len(tokens)]]
+    labels_BT = shifted_labels(ids_BT)
+    batch = MicroBatch(ids_BT, labels_BT, torch.arange(num_tokens)[None], None, torch.zeros(1, dtype=torch.int64), num_tokens - 1)
+    times = StepTimes(torch.device("cpu"))
+    began = time.perf_counter()
+    with waiting() as waited:
+        loss = accumulate_gradients(model, [batch], seed=0, step=number, times=times)
+    update(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times)
+    return times.seconds() | {"step": time.perf_counter() - began, "waiting": waited(), "loss": loss.mean()}
+
+
+def build(config: dict[str, Any], layout: Layout, num_tokens: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """A model from random weights, and its optimizer."""
+    shape, precision = read_config(config), PrecisionSection(kind="fp32")
+    with torch.device("meta"):
+        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=1024))
+    specs = {spec.name: spec for spec in shape.parameters()}
+    model = apply_layout(
+        decoder,
+        Plan(layout, BatchPlan(num_tokens, 1, 1, layout.data_ranks), precision),
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
+    )
+    section = OptimizerSection(name="adamw")
+    return model, build_optimizer(model.named_parameters(), section, learning_rate=1e-4, weight_decay=0.1)
+
+
+@contextmanager
+def waiting() -> Iterator[Callable[[], float]]:
+    """Seconds that this rank stands still for what context ranks send it, while entered."""
+    total = 0.0
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal total
+            began = time.perf_counter()
+            result = function(*arguments)
+            total += time.perf_counter() - began
+            return result
+
+        return call
+
+    with (
+        patch.object(ring._Pass, "wait", timed(ring._Pass.wait)),
+        patch.object(ring._Gather, "wait", timed(ring._Gather.wait)),
+        patch.object(ring, "_scatter", timed(ring._scatter)),
+        patch.object(ulysses, "_all_to_all", timed(ulysses._all_to_all)),
+    ):
+        yield lambda: total
+
+
+if __name__ == "__main__":
+    main()

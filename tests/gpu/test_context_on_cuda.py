@@ -1,0 +1,100 @@
+"""Blocks of attention on CUDA: the fused kernels' output, log-sum-exp and gradients against spelled-out products in fp64.
+
+Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.parallel.blocks import CudaEfficient, CudaFlash, Partial, Scores, Seen, SpelledOut, choose_kernel
+from shardwright.parallel.ring import RowAttention, attend_row
+from shardwright.parallel.sight import Row
+
+SCORES = Scores(scale=0.125)
+RANDOM = torch.Generator().manual_seed(4)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def draw(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=RANDOM).to(device=device, dtype=dtype)
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).detach().norm() / wanted.detach().norm())
+
+
+def seen_of(device: torch.device, kind: str, num_queries: int, num_keys: int) -> Seen:
+    visible = None
+    if kind == "masked":
+        visible = torch.rand(2, num_queries, num_keys, generator=torch.Generator().manual_seed(1)).to(device) < 0.5
+        visible[0, 3] = False  # sees nothing
+    return Seen(kind == "causal", visible, slice(0, num_queries), torch.arange(num_keys, device=device))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "kind"),
+    [
+        (CudaFlash(), torch.bfloat16, "causal"),
+        (CudaFlash(), torch.bfloat16, "full"),
+        (CudaFlash(), torch.float16, "causal"),
+        (CudaEfficient(), torch.float32, "causal"),
+        (CudaEfficient(), torch.float32, "full"),
+        (CudaEfficient(), torch.float32, "masked"),
+        (CudaEfficient(), torch.bfloat16, "masked"),
+    ],
+)
+def test_a_block_is_that_of_spelled_out_products(cuda: torch.device, kernel: Any, dtype: torch.dtype, kind: str) -> None:
+    num_queries, num_keys = 50, 50 if kind == "causal" else 83  # neither a multiple of what kernels align to
+    q, k, v = (draw(cuda, dtype, 2, heads, size, 64) for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys)))
+    d_out, seen = draw(cuda, dtype, 2, 4, num_queries, 64), seen_of(cuda, kind, num_queries, num_keys)
+    exact = SpelledOut()
+    wanted = exact.forward(q.double(), k.double(), v.double(), seen, SCORES)
+    got = kernel.forward(q, k, v, seen, SCORES)
+    assert distance(got.out_BHLV, wanted.out_BHLV) < TOLERANCE[dtype]
+    finite = wanted.lse_BHL.isfinite()
+    assert torch.equal(got.lse_BHL.isfinite(), finite)
+    assert distance(got.lse_BHL[finite], wanted.lse_BHL[finite]) < TOLERANCE[dtype]
+    # As one block of a longer row: its log-sum-exp is larger, its output another.
+    whole = Partial((wanted.out_BHLV * 0.7).to(dtype), wanted.lse_BHL.clamp(min=0.0).float() + 0.5)
+    exact_whole = Partial(whole.out_BHLV.double(), whole.lse_BHL.double())
+    expected = exact.backward(d_out.double(), q.double(), k.double(), v.double(), exact_whole, seen, SCORES)
+    for ours, theirs in zip(kernel.backward(d_out, q, k, v, whole, seen, SCORES), expected, strict=True):
+        assert distance(ours, theirs) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_row_on_one_rank_is_dense_attention(device: torch.device, dtype: torch.dtype, documents: bool) -> None:
+    q, k, v = (draw(device, dtype, 2, heads, 96, 64) for heads in (4, 2, 2))
+    leaves = [part.requires_grad_() for part in (q, k, v)]
+    ids_BT = (torch.arange(96, device=device) // 31).expand(2, -1) if documents else None
+    how = RowAttention(None, ((0, 1, 2, 3),), Row.of(96, 4, ids_BT), SCORES)
+    got = attend_row(q, k, v, None, how)
+    exact = [part.detach().double().requires_grad_() for part in leaves]
+    visible = torch.ones(96, 96, dtype=torch.bool, device=device).tril()
+    if ids_BT is not None:
+        visible = visible & (ids_BT[0, :, None] == ids_BT[0])
+    wanted = torch.nn.functional.scaled_dot_product_attention(*exact, visible, scale=0.125, enable_gqa=True)
+    assert distance(got, wanted) < TOLERANCE[dtype]
+    d_out = draw(device, dtype, 2, 4, 96, 64)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, leaves, d_out), torch.autograd.grad(wanted, exact, d_out.double()), strict=True
+    ):
+        assert distance(ours, theirs) < 3 * TOLERANCE[dtype]
+
+
+def test_the_kernel_on_cuda(cuda: torch.device) -> None:
+    def kernel(dtype: torch.dtype, width: int, *, masked: bool) -> Any:
+        q = torch.empty(1, 2, 4, width, dtype=dtype, device=cuda)
+        return type(choose_kernel(q, q, SCORES, masked=masked, explicit=False))
+
+    assert kernel(torch.bfloat16, 64, masked=False) is CudaFlash
+    assert kernel(torch.bfloat16, 64, masked=True) is CudaEfficient
+    assert kernel(torch.float32, 64, masked=False) is CudaEfficient
+    assert kernel(torch.float32, 12, masked=False) is SpelledOut
+    assert kernel(torch.float64, 64, masked=False) is SpelledOut
