@@ -13,7 +13,7 @@ from math import log2
 
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import Network, groups_of
+from shardwright.planner.communication import Group, Network, groups_of
 from shardwright.planner.compute import LayerSeconds, Rates, end_seconds, layer_seconds, update_seconds, weight_bytes
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import Held, ModelFacts
@@ -62,9 +62,11 @@ class LayerCosts:
         exposed = (kind.count * (go.exposed + come.exposed) for kind, (_, go, come) in zip(facts.kinds, self.layers, strict=True))
         self.total = self.compute + sum(exposed) + (self.end_forward + self.end_backward if candidate.layout.tp > 1 else 0.0)
         """The same with the traffic of tp, cp and ep."""
-        self.going = tuple(seconds.forward + going.exposed for seconds, going, _ in self.layers)
-        self.both = tuple(seconds.total + going.exposed + coming.exposed for seconds, going, coming in self.layers)
-        """Forward, and both passes, of a layer of each kind, with that traffic."""
+        slowed = network.efficiency.contention
+        self.going = tuple(seconds.forward + going.exposed + slowed * going.hidden for seconds, going, _ in self.layers)
+        coming = (seconds.total - seconds.forward + back.exposed + slowed * back.hidden for seconds, _, back in self.layers)
+        self.both = tuple(map(float.__add__, self.going, coming))
+        """Forward, and both passes, of a layer of each kind, with that traffic and what it slows down."""
 
 
 class StepCosts:
@@ -112,7 +114,7 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape) -> TimeParts:
     passes = [_slowed(each, contention) for each in passes]
     num = candidate.gradient_accumulation_steps
     by_rank = [_rank_parts(costs, pipeline, passes, rank) for rank in range(pipeline.num_ranks)]
-    send = _send_seconds(costs)
+    send = send_seconds(costs.facts, candidate, network, costs.groups)
     makespan = simulate(pipeline, [each.seconds for each in passes], send)
     busy = [num * sum(passes[stage].seconds.total for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
     # The slowest rank is the one whose work and data traffic end last.
@@ -168,14 +170,14 @@ def _slowed(passes: _Passes, contention: float) -> _Passes:
     return _Passes(forward, backward, passes.weight_gradient, passes.traffic_forward, passes.traffic_backward)
 
 
-def _send_seconds(costs: StepCosts) -> float:
-    candidate = costs.candidate
+def send_seconds(facts: ModelFacts, candidate: Candidate, network: Network, groups: dict[str, Group]) -> float:
+    """Seconds that a micro-batch's hidden states take to the next stage."""
     if candidate.layout.pp == 1:
         return 0.0
     tokens = candidate.micro_batch_size * candidate.sequence_length / candidate.layout.cp
     if candidate.layout.sequence_parallel:
         tokens /= candidate.layout.tp
-    return costs.network.send(costs.groups["pp"], tokens * costs.facts.shape.hidden_size * candidate.activation_bytes)
+    return network.send(groups["pp"], tokens * facts.shape.hidden_size * candidate.activation_bytes)
 
 
 def _rank_parts(costs: StepCosts, pipeline: PipelineShape, passes: list[_Passes], rank: int) -> TimeParts:

@@ -12,7 +12,7 @@ from shardwright.schedule.families import (
     splits_backward,
     stages_per_rank,
 )
-from shardwright.schedule.simulate import Timeline, Times, simulate
+from shardwright.schedule.simulate import Timeline, Times, seconds_of_step, simulate
 from shardwright.schedule.text import parse_schedule, read_schedule, write_schedule
 from shardwright.schedule.transfers import Step, Transfer, plan_steps
 
@@ -40,6 +40,7 @@ __all__ = [
     "rank_of_stage",
     "read_file",
     "read_schedule",
+    "seconds_of_step",
     "simulate",
     "splits_backward",
     "stages_per_rank",

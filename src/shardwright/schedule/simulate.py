@@ -129,6 +129,32 @@ def simulate(schedule: Schedule, times: Times | Mapping[Action, float], transfer
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
+def seconds_of_step(schedule: Schedule, times: Times) -> float:
+    """`simulate(...).step_seconds` without the timeline: a planner asks it of hundreds of schedules.
+
+    >>> from shardwright.schedule import build_schedule
+    >>> seconds_of_step(build_schedule("1f1b", 4, 8), Times.uniform(4))
+    33.0
+    """
+    walk = _walk_of(schedule)
+    whole = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
+    by_kind = {"F": times.forward, "I": times.input_gradient, "W": times.weight_gradient, "B": whole}
+    free = [0.0] * schedule.num_ranks
+    passing = [0.0] * walk.num_channels
+    arrival: list[float] = []
+    borders = times.transfer
+    for (kind, stage, _), (rank, source, channel, border) in zip(walk.actions, walk.steps, strict=True):
+        start = free[rank]
+        if source >= 0 and arrival[source] > start:
+            start = arrival[source]
+        free[rank] = end = start + by_kind[kind][stage]
+        if channel >= 0:
+            begin = passing[channel]
+            passing[channel] = end = (end if end > begin else begin) + borders[border]
+        arrival.append(end)
+    return max(free)
+
+
 @dataclass(frozen=True)
 class _Walk:
     """All actions in an order in which each comes after what it waits for; no time changes it.
