@@ -224,10 +224,11 @@ def weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     if candidate.adapter is not None:
         return 0.0, 0.0
     held = facts.held(layout).layers[kind.slot]
+    summed = master if candidate.engine.gradient_bytes is None else candidate.engine.gradient_bytes
     if layout.zero_stage >= 1 and layout.fsdp > 1:
         if layout.zero_stage == 3:
             return held.whole * 2 * size, held.whole * (3 * size + master)
-        return 0.0, held.whole * (size + master)
+        return 0.0, held.whole * (size + summed)
     if candidate.engine.weight_bytes is None and candidate.engine.casts_at_use and size != master:
         return held.matrices * (master + size), held.matrices * (size + 3 * master)
     return 0.0, held.whole * 2 * master

@@ -25,6 +25,8 @@ class Framework:
     engine: Engine
     engine_of_one_stage: Engine | None = None
     """Where it keeps other things without a pipeline."""
+    since_blackwell: Engine | None = None
+    """Where the releases that ran on Blackwell keep other things than those before."""
     zero_stage: ZeroStage = 1
     zero_stage_in_pipeline: ZeroStage | None = None
     """What a stated stage 3 is under pp: torchtitan gathers once per step there and keeps parameters whole between passes."""
@@ -90,7 +92,9 @@ FRAMEWORKS: dict[str, Framework] = {
         zero_stage=3,
     ),
     "torchtitan": Framework(
+        # Logits in bf16 and fp32, their exponentials and gradient; since 2025 the compiled loss keeps two of these.
         Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0, selective_share=0.58, logit_bytes=14.0),
+        since_blackwell=Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0, selective_share=0.58, logit_bytes=4.0),
         zero_stage=3,
         zero_stage_in_pipeline=2,
         recompute="selective",

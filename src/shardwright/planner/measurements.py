@@ -168,8 +168,12 @@ def _whole(row: Mapping[str, str], name: str) -> int | None:
     return round(float(text)) if text else None
 
 
+_UNNAMED = "B200"
+"""torchtitan's rows without a device say 184 GiB of memory, which is a B200's."""
+
+
 def _cluster(row: Mapping[str, str], framework: Framework) -> Cluster:
-    name = row["gpu"] or "B200"  # torchtitan's rows without a device say 184 GiB of memory, which is a B200's
+    name = row["gpu"] or _UNNAMED
     node = find_node(name)
     num_gpus = _whole(row, "gpus") or 1
     per_node = min(_whole(row, "gpus_per_node") or node.num_accelerators, num_gpus)
@@ -260,7 +264,9 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
 
 
 def _engine(row: Mapping[str, str], framework: Framework, layout: Layout) -> Engine:
-    engine = (framework.engine_of_one_stage if layout.pp == 1 else None) or framework.engine
+    recent = "Blackwell" in find_node(row["gpu"] or _UNNAMED).accelerator.generation
+    special = (framework.since_blackwell if recent else None) or (framework.engine_of_one_stage if layout.pp == 1 else None)
+    engine = special or framework.engine
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:
