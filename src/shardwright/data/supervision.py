@@ -32,6 +32,13 @@ class Encoded(NamedTuple):
     num_characters: int
 
 
+class Prompted(NamedTuple):
+    """What stands before the last response of a record, as ids, and that response as text."""
+
+    prompt_ids: list[int]
+    response: str
+
+
 class Encoder:
     """Encodes records of every canonical form but plain text.
 
@@ -67,6 +74,34 @@ class Encoder:
             raise Unusable("nothing in it is supervised")
         return found
 
+    def prompt(self, canonical: str, content: str) -> Prompted:
+        """What a model is given to answer a record: the very ids that stand before the last response when it is trained.
+
+        Raises:
+            Unusable: the record is ids, or the template throws.
+            TokenizerError: a conversation without a template.
+        """
+        record = json.loads(content)
+        if canonical == "tokens":
+            raise Unusable("ids have no response to compare with")
+        if canonical == "completion" or (canonical == "pair" and self._template is None):
+            before, after = ("plain", "response") if canonical == "pair" else ("prompt", "completion")
+            text, response = record[before], record[after]
+            return Prompted([*self._tokenizer.prefix_ids, *self._tokenizer.encode_pieces([text])[0].tolist()], response)
+        messages = _as_messages(record)
+        self._refuse_control_tokens(messages, record.get("tools"))
+        text = self._required_template().render(messages[:-1], record.get("tools"), prompt=True)
+        return Prompted(self._tokenizer.encode_rendered([text])[0], messages[-1]["content"])
+
+    def _required_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise TokenizerError(
+                "conversations need a chat template, and the tokenizer has none",
+                field="data.chat_template",
+                remedy="Name a file with a Jinja template there, or use the tokenizer of a chat model",
+            )
+        return self._template
+
     def _encode_joined(self, prompt: str, response: str) -> Encoded:
         """A prompt, a response and the end-of-text token."""
         tokenizer = self._tokenizer
@@ -90,17 +125,12 @@ class Encoder:
         return Encoded(np.concatenate(ids), supervised, len(prompt) + len(response))
 
     def _encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Encoded:
-        if self._template is None:
-            raise TokenizerError(
-                "conversations need a chat template, and the tokenizer has none",
-                field="data.chat_template",
-                remedy="Name a file with a Jinja template there, or use the tokenizer of a chat model",
-            )
+        template = self._required_template()
         self._refuse_control_tokens(messages, tools)
         wanted = self._wanted_turns(messages)
         if not wanted:
             raise Unusable("nothing in it is supervised: every turn that would be has a loss weight of 0")
-        text, spans = self._template.locate(messages, tools, wanted, self._control_tokens)
+        text, spans = template.locate(messages, tools, wanted, self._control_tokens)
         spans = [self._with_end(text, span) for span in spans]
         for index, span in zip(wanted, spans, strict=True):
             self._check_turn(messages[index], index + 1, text[span.start : span.end])

@@ -259,3 +259,18 @@ def test_an_encoder_travels_to_another_process(tmp_path: Path) -> None:
     content = json.dumps(read_conversation(LONG))
     for one, other in zip(chat.encoder.encode("chat", content), there.encode("chat", content), strict=True):
         assert (one == other).all() if hasattr(one, "all") else one == other
+
+
+@pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
+@pytest.mark.parametrize("canonical", ["chat", "pair", "completion"])
+def test_the_prompt_of_an_evaluation_is_what_stood_there_in_training(tmp_path: Path, canonical: str, template: str | None) -> None:
+    chat = Chat(tmp_path, template, "last")
+    record = {"prompt": "the user\n", "plain": "the user\n", "response": " the answer", "completion": " the answer"}
+    content = json.dumps(read_conversation(LONG) if canonical == "chat" else record)
+    if canonical == "chat" and template is None:
+        with pytest.raises(TokenizerError, match="need a chat template"):
+            chat.encoder.prompt(canonical, content)
+        return
+    encoded, prompted = chat.encoder.encode(canonical, content), chat.encoder.prompt(canonical, content)
+    assert prompted.prompt_ids == encoded.ids[: encoded.supervised.tolist().index(1)].tolist()
+    assert prompted.response == (LONG[-1]["content"] if canonical == "chat" else " the answer")
