@@ -126,6 +126,8 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 def read_case(name: str, row: Mapping[str, str]) -> Case:
     """One row, already reduced to its configuration, in the planner's terms."""
     trainer = name_framework(row["notes.framework"], row["source_group"], row["source"]) or _likely_framework(row)
+    if trainer == "megatron-lm" and "Hopper" in find_node(row["gpu"] or _UNNAMED).accelerator.generation:
+        trainer = "megatron-core"  # what Megatron-LM is built on since 2023
     framework = FRAMEWORKS[trainer]
     shape = shape_of_row(
         row,
@@ -193,7 +195,7 @@ def _fabric(note: str) -> str | None:
 
 
 def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, cluster: Cluster) -> Layout:
-    tp, pp = _model_parallel(row, cluster)
+    tp, pp = _model_parallel(row, shape, cluster)
     cp, ep = _whole(row, "cp") or 1, _whole(row, "ep") or 1
     data = max(1, cluster.num_gpus // (tp * pp * cp))
     stated = row["zero_stage"]
@@ -219,10 +221,20 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
     )
 
 
-def _model_parallel(row: Mapping[str, str], cluster: Cluster) -> tuple[int, int]:
-    """Tensor and pipeline degrees; where only their product or the data degree is stated, tensor first, within a node."""
+_HELD_BYTES = 6.0
+"""Per parameter, between steps: a weight in half precision, and its gradient's sum in fp32."""
+
+
+def _model_parallel(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> tuple[int, int]:
+    """Tensor and pipeline degrees; where only their product or the data degree is stated, tensor first, within a node.
+
+    Where nothing is stated, the least product that leaves weights, gradients and their sums half of the memory.
+    """
     tp, pp, data = _whole(row, "tp"), _whole(row, "pp"), _whole(row, "dp")
     product = _whole(row, "notes.model_parallel") or (cluster.num_gpus // data if data else None)
+    if tp is None and pp is None and product is None:
+        wanted = shape.num_parameters * _HELD_BYTES / (0.5 * cluster.accelerator.memory_bytes)
+        product = next((n for n in range(1, cluster.num_gpus + 1) if n >= wanted and cluster.num_gpus % n == 0), cluster.num_gpus)
     if tp is None and pp is None and product:
         tp = max(degree for degree in (1, 2, 4, 8) if product % degree == 0)
         return tp, product // tp
