@@ -48,6 +48,8 @@ def test_it_is_fetched_once_and_again_when_it_changed(
     with monkeypatch.context() as closed:
         closed.setattr(type(memory), "open", lambda *_, **__: pytest.fail("fetched again"))
         assert prepare(recipe).content_hash == first.content_hash
+    put(memory, "/bucket/a.jsonl", TEXTS[::-1])  # of the same size
+    assert prepare(recipe).content_hash != first.content_hash
     put(memory, "/bucket/a.jsonl", TEXTS[:-1])
     assert prepare(recipe).report.records.num_records == len(TEXTS) - 1
 
