@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isqrt
 
-from shardwright.layout import Layout
+from shardwright.errors import LayoutError
+from shardwright.layout import CpMethod, Layout
+from shardwright.layout.context import check_context
 from shardwright.planner.facts import ModelFacts
 from shardwright.schedule.families import FAMILIES, stages_per_rank
 
@@ -39,16 +41,21 @@ def why_not_tensor(facts: ModelFacts, tp: int) -> str | None:
     return None
 
 
-def why_not_context(facts: ModelFacts, cp: int, tp: int, method: str, sequence_length: int) -> str | None:
+def why_not_context(facts: ModelFacts, cp: int, tp: int, method: CpMethod, sequence_length: int) -> str | None:
     """Why rows cannot be cut over `cp` context-parallel ranks."""
     if cp == 1:
         return None
-    if sequence_length % (2 * cp):
-        return f"{sequence_length} tokens do not divide by 2 x cp {cp}"
-    if method == "ulysses":
-        for heads in (facts.shape.num_heads, facts.shape.num_kv_heads):
-            if heads % (cp * tp):
-                return f"{heads} heads do not divide by cp x tp = {cp * tp}, which ulysses needs"
+    shape, layout = facts.shape, Layout(cp=cp, tp=tp, cp_method=method, sequence_parallel=False)
+    try:
+        check_context(
+            layout,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            windows=() if method != "auto" else tuple(layer.window for layer in shape.layers),
+            sequence_length=sequence_length,
+        )
+    except LayoutError as refusal:
+        return refusal.problem
     return None
 
 

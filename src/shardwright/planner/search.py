@@ -21,6 +21,7 @@ from itertools import count, product
 from typing import Any, NamedTuple
 
 from shardwright.config.schema import RecomputeKind
+from shardwright.layout import CpMethod
 from shardwright.planner.bounds import PipelineBound, PipelineBounds, bound_data, together, with_overhead
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory import StageLoad, least_activations, least_memory
@@ -87,7 +88,7 @@ class _How(NamedTuple):
 
     recompute: RecomputeKind
     sequence_parallel: bool
-    method: str
+    method: CpMethod
 
 
 _Sharding = tuple[int, int]
@@ -220,7 +221,7 @@ class _Search:
             return
         length = self.question.template.sequence_length
         sequences = (True, False) if degrees.tp > 1 else (True,)
-        methods = ("ring", "all_gather", "ulysses") if degrees.cp > 1 else ("auto",)
+        methods: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses") if degrees.cp > 1 else ("auto",)
         for recompute, sequence_parallel, method in product(self.question.recomputes, sequences, methods):
             if sequence_parallel and why_not_sequence_parallel(degrees.cp, degrees.tp, length):
                 continue

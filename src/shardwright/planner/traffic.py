@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.layout.context import ContextMethod, choose_context_method
 from shardwright.planner.activations import micro_batch_tokens
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import Group, Network
@@ -137,10 +138,18 @@ def end_traffic(facts: ModelFacts, candidate: Candidate, network: Network, group
     return both, both
 
 
-def choose_context_method(facts: ModelFacts, candidate: Candidate) -> str:
-    """What `auto` means: the ring, which holds no more than its share of keys and values."""
-    del facts
-    return "ring" if candidate.layout.cp_method == "auto" else candidate.layout.cp_method
+def context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
+    """What the candidate's `cp_method` comes to, by the engine's rule."""
+    if candidate.layout.cp_method != "auto":
+        return candidate.layout.cp_method
+    shape = facts.shape
+    return choose_context_method(
+        candidate.layout,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        windows=tuple(layer.window for layer in shape.layers),
+        sequence_length=candidate.sequence_length,
+    ).method
 
 
 def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: Group) -> tuple[float, float, bool]:
@@ -150,7 +159,7 @@ def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: G
         return 0.0, 0.0, False
     per_token = candidate.activation_bytes * micro_batch_tokens(candidate)
     keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
-    method = choose_context_method(facts, candidate)
+    method = context_method(facts, candidate)
     if method == "ulysses":
         heads = per_token * (shape.query_width / tp + 2 * keys)
         both = network.all_to_all(group, heads) + network.all_to_all(group, per_token * shape.value_width / tp)
