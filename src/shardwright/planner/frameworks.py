@@ -34,16 +34,15 @@ class Framework:
     recompute_of_shards: RecomputeKind | None = None
     """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
     flash_attention: bool = True
-    compile: bool = False
     sequence_parallel: bool = True
     links: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-_MIXED = {"weight_bytes": 2.0, "master_bytes": 4.0, "casts_at_use": False}
+_MIXED = Engine(weight_bytes=2.0, master_bytes=4.0, casts_at_use=False)
 """Half-precision weights beside fp32 master weights that are sharded with the optimizer's states."""
 
 # fp32 gradients are summed beside bf16 ones that live until the step.
-_NANOTRON = Engine("nanotron", **_MIXED, gradient_bytes=6.0, reduce_bytes=4.0, whole_gradients=True)
+_NANOTRON = replace(_MIXED, name="nanotron", gradient_bytes=6.0, reduce_bytes=4.0, whole_gradients=True)
 
 FRAMEWORKS: dict[str, Framework] = {
     "nanotron": Framework(
@@ -56,26 +55,26 @@ FRAMEWORKS: dict[str, Framework] = {
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": Framework(
-        Engine("megatron-core", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, node_dispatch=True),
+        replace(_MIXED, name="megatron-core", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, node_dispatch=True),
     ),
     "megatron-lm": Framework(
-        Engine("megatron-lm", **_MIXED, gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
+        replace(_MIXED, name="megatron-lm", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
         zero_stage=0,
         recompute="full",
         flash_attention=False,
         sequence_parallel=False,
     ),
     "megatron-deepspeed": Framework(
-        Engine("megatron-deepspeed", **_MIXED, gradient_bytes=2.0, reduce_bytes=2.0, whole_gradients=True),
+        replace(_MIXED, name="megatron-deepspeed", gradient_bytes=2.0, reduce_bytes=2.0, whole_gradients=True),
         recompute="full",
         flash_attention=False,
         sequence_parallel=False,
     ),
     "aleph": Framework(
         # Logits: the local and the gathered ones in bf16, fp32 copy, exponentials, gradient, and that in bf16 twice again.
-        Engine(
-            "aleph",
-            **_MIXED,
+        replace(
+            _MIXED,
+            name="aleph",
             gradient_bytes=2.0,
             reduce_bytes=2.0,
             whole_gradients=True,
@@ -114,7 +113,7 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "deepspeed": Framework(
-        Engine("deepspeed", **_MIXED, gradient_bytes=2.0, reduce_bytes=2.0, gather_bytes=2.0),
+        replace(_MIXED, name="deepspeed", gradient_bytes=2.0, reduce_bytes=2.0, gather_bytes=2.0),
         zero_stage=3,
         recompute="full",
     ),

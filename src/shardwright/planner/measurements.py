@@ -267,7 +267,7 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
         recompute=recompute,
         adapter=_adapter(row),
         offload="optimizer" if row["notes.offload"] else "none",
-        compile=row["compile"] == "yes" or (row["compile"] == "" and framework.compile),
+        compile=row["compile"] == "yes",
         flash_attention={"yes": True, "no": False}.get(row["flash_attention"], framework.flash_attention),
         loss_chunk_tokens=None,
         reduce_in_bf16=row["notes.mixed_precision"] == "PURE",
