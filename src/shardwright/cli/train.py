@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.options import JsonOutput, Overrides, RecipePath, show_log
 from shardwright.cli.progress import data_progress
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
-from shardwright.placement import check_built
 from shardwright.plan import resolve
 from shardwright.train.ranks import find_ranks
 
@@ -43,7 +42,13 @@ def train_command(
         changes.append(f"run.dir={json.dumps(str(run_dir))}")
     checked = load_recipe(recipe, changes, layout)
     ranks = find_ranks()
-    check_built(resolve(checked, ranks.world_size if ranks else nproc or 1).layout)
+    world_size = ranks.world_size if ranks else nproc or 1
+    if checked.layout.auto:
+        from shardwright.train.automatic import resolve_auto
+
+        show_log()
+        checked = resolve_auto(checked, world_size)
+    resolve(checked, world_size)
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.train.start import train
 

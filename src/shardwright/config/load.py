@@ -125,6 +125,8 @@ def parse_layout(text: str) -> dict[str, Any]:
     >>> parse_layout("dp_shard=2,zero_stage=3")
     {'dp_shard': 2, 'zero_stage': 3}
     """
+    if text.strip() == "auto":
+        return {"auto": True}
     layout: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = item.partition("=")

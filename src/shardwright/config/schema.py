@@ -259,8 +259,12 @@ def _as_precision(value: Any) -> Any:
 
 
 class LayoutSection(Section):
-    """Degrees of parallelism. One data degree may be left out: it takes the ranks that remain."""
+    """Degrees of parallelism. One data degree may be left out: it takes the ranks that remain. `layout: auto` leaves them to the
+    planner."""
 
+    auto: bool = False
+    """Let the planner choose degrees, ZeRO's stage and the schedule for the devices at hand (or for `cluster`), and of micro
+    batch, accumulation and recompute what the recipe leaves open."""
     dp_replicate: Positive | None = None
     """Replicas that hold the same shard (hybrid) or the whole model (zero_stage 0)."""
     dp_shard: Positive | None = None
@@ -288,6 +292,35 @@ class LayoutSection(Section):
     """Groups whose full parameters may exist at once, the one in use included; prefetching stops there."""
     bucket_size_bytes: Positive = 25 * 1024**2
     """zero_stage 0: gradients are reduced in buckets of about this size while the backward pass goes on."""
+
+    @model_validator(mode="after")
+    def _auto_chooses(self) -> LayoutSection:
+        kept = {"auto", "wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes"}
+        given = [
+            key for key in type(self).model_fields if key not in kept and getattr(self, key) != type(self).model_fields[key].default
+        ]
+        if self.auto and given:
+            raise ValueError(f"`auto` chooses `{given[0]}` itself: leave out one of the two")
+        return self
+
+
+def _as_layout(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
+
+
+class ClusterSection(Section):
+    """What a layout is planned for, where it is not the devices of this machine."""
+
+    node: str
+    """Devices of one node, as `shardwright plan --cluster` takes them: `8xH100-80GB`."""
+    link: str | None = None
+    """Between nodes: ib400, eth100, ...; default what is usual with the device."""
+    profile: str | None = None
+    """A file of measured rates, which the planner prefers to the catalogue."""
+
+
+def _as_cluster(value: Any) -> Any:
+    return {"node": value} if isinstance(value, str) else value
 
 
 class MoeSection(Section):
@@ -335,6 +368,22 @@ class CheckpointSection(Section):
     """How long ranks wait for each other while they save; the training's own time-out is run.timeout_seconds."""
 
 
+class ElasticSection(Section):
+    """What happens when a rank is lost: the ranks of this machine are started again and go on from the newest whole checkpoint."""
+
+    max_restarts: NonNegative = 0
+    """How often, in one call of `train`; 0 ends the run with the first loss."""
+    min_ranks: Positive | None = None
+    """After a generation that saved nothing new, go on with fewer ranks, down to this many, where the layout leaves a degree open
+    and the global batch stays the same. Null starts as many as before."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> ElasticSection:
+        if self.min_ranks is not None and not self.max_restarts:
+            raise ValueError("`min_ranks` is for restarts: give `max_restarts`, too")
+        return self
+
+
 class RunSection(Section):
     """The run folder and what is written there."""
 
@@ -365,8 +414,11 @@ class Recipe(Section):
     precision: Annotated[PrecisionSection, BeforeValidator(_as_precision)] = PrecisionSection()
     recompute: RecomputeKind = "none"
     """`selective` recomputes all but matrix products and attention in the backward pass; `full` whole blocks."""
-    layout: LayoutSection = LayoutSection()
+    layout: Annotated[LayoutSection, BeforeValidator(_as_layout)] = LayoutSection()
+    cluster: Annotated[ClusterSection | None, BeforeValidator(_as_cluster)] = None
+    """What `layout: auto` plans for; default the devices of this machine."""
     moe: MoeSection = MoeSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    elastic: ElasticSection = ElasticSection()
     run: RunSection = RunSection()

@@ -92,6 +92,13 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
     >>> str(resolve_layout(LayoutSection(zero_stage=0), 4))
     'dp_replicate=4,zero_stage=0'
     """
+    if section.auto:
+        raise LayoutError(
+            "`auto` is not chosen yet",
+            field="layout",
+            got="auto",
+            remedy="Name the degrees (--layout), or ask `shardwright plan` for them; `train` chooses for its own devices",
+        )
     if world_size < 1:
         raise LayoutError("at least one rank is needed", field="nproc", got=world_size)
     model_degree = section.tp * section.pp * section.cp

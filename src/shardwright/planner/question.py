@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.architecture import ModelShape, read_config
-from shardwright.config.schema import LayoutSection, OptimizerSection, Recipe
+from shardwright.config.schema import OptimizerSection, Recipe
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plan import resolve_batch
@@ -21,6 +21,8 @@ def shape_of(recipe: Recipe) -> ModelShape:
     """
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
     assert config is not None  # the schema demands one of them
+    if isinstance(config, dict) and "vocab_size" not in config and recipe.tokenizer.vocab_size is not None:
+        config = {**config, "vocab_size": recipe.tokenizer.vocab_size}
     if isinstance(config, dict) and "vocab_size" not in config:
         raise ArchitectureError(
             "the size of the vocabulary is needed to count parameters and logits",
@@ -36,8 +38,7 @@ def template_of(
     recipe: Recipe, *, precision: Precision | None = None, adapter: Adapter | None = None, optimizer: OptimizerKind | None = None
 ) -> Candidate:
     """A candidate with everything of the recipe that is not searched; its layout is that of one device."""
-    section = recipe.layout if isinstance(recipe.layout, LayoutSection) else LayoutSection()
-    training = recipe.training
+    section, training = recipe.layout, recipe.training
     return Candidate(
         layout=Layout(
             wrap_blocks=section.wrap_blocks,
@@ -86,8 +87,6 @@ def question_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Question:
 
 def candidate_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:
     """The recipe as it stands, on `num_gpus` devices; None where its layout is `auto` or does not fit their number."""
-    if not isinstance(recipe.layout, LayoutSection):
-        return None
     try:
         layout = resolve_layout(recipe.layout, num_gpus)
         batch = resolve_batch(recipe.training, layout.data_ranks)

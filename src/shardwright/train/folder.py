@@ -58,6 +58,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def prediction(self) -> Path:
+        """What the planner predicted of the plan, where the recipe names a cluster."""
+        return self.path / "prediction.json"
+
+    @property
     def config(self) -> Path:
         """The model's config.json."""
         return self.path / "config.json"
@@ -111,8 +116,8 @@ class RunFolder:
             )
         check_free(self.path)
 
-    def write(self, recipe: Recipe, plan: dict[str, Any], config: dict[str, Any]) -> None:
-        """Write recipe, plan and model configuration, each whole or not at all.
+    def write(self, recipe: Recipe, plan: dict[str, Any], config: dict[str, Any], prediction: dict[str, Any] | None = None) -> None:
+        """Write recipe, plan, prediction and model configuration, each whole or not at all.
 
         Raises:
             InputError: the folder cannot be written.
@@ -122,6 +127,7 @@ class RunFolder:
             for path, text in (
                 (self.plan, json.dumps(plan, indent=2) + "\n"),
                 (self.config, json.dumps(config, indent=2) + "\n"),
+                *([] if prediction is None else [(self.prediction, json.dumps(prediction, indent=2) + "\n")]),
                 (self.recipe, dump_recipe(recipe)),  # last: it is what marks a run folder
             ):
                 partial = path.with_name(path.name + ".partial")

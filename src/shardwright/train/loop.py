@@ -20,6 +20,7 @@ from shardwright.telemetry.meter import measure_throughput
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.evaluation import evaluate
 from shardwright.train.experts import ExpertLoads, LoadWatch, read_loads
+from shardwright.train.forecast import Comparison, forecast
 from shardwright.train.meeting import Meeting
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
@@ -66,6 +67,8 @@ class Loop:
         self.flops_per_token = self.checked.shape.flops_per_token(plan.batch.sequence_length)
         self.matmul_flops_per_second = measure_matmul_flops_per_second(self.device, dtypes(plan.precision).compute)
         self.times = StepTimes(self.device)
+        predicted = forecast(self.checked)
+        self.comparison = None if predicted is None else Comparison(predicted)
         self.watch = LoadWatch(self.checked.shape.experts.experts_per_token if self.checked.shape.experts else 1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # the measurement above is no part of the run's peak
@@ -91,6 +94,9 @@ class Loop:
             minutes = self.meeting.hold(stop=bool(self.stop))
             self.saver.poll()
             self._tell_step(done, minutes.memory_bytes)
+            if self.comparison is not None:
+                # A CPU's resident memory is not the tensors', which are what is predicted.
+                self.comparison.add(done.step_seconds, minutes.memory_bytes if self.device.type == "cuda" else ())
             self._count_skips(done)
             at_end, stop = state.step == total_steps, minutes.stop
             improved, last_loss = False, done.loss

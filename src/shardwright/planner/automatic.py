@@ -1,0 +1,87 @@
+"""`layout: auto`: the planner's choice put into the recipe, among what `train` can run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwright import placement
+from shardwright.config.schema import ClusterSection, LayoutSection, Recipe
+from shardwright.errors import InputError, LayoutError
+from shardwright.hardware import Cluster
+from shardwright.hardware.load import parse_cluster
+from shardwright.hardware.profile import load_profile
+from shardwright.planner.achieved import load_efficiencies
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.facts import facts_of
+from shardwright.planner.predict import Predictor
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.question import question_of, shape_of, template_of
+from shardwright.planner.scaling import fewest_gpus, resized
+from shardwright.planner.search import Question, search
+from shardwright.units import format_bytes
+
+
+def cluster_of(section: ClusterSection, world_size: int) -> Cluster:
+    """The cluster that a recipe names, with as many devices as ranks run.
+
+    Raises:
+        InputError: unknown devices or links, or a number of ranks that fills no whole number of nodes.
+    """
+    profile = None if section.profile is None else load_profile(section.profile)
+    return resized(parse_cluster(section.node, link=section.link, profile=profile), world_size)
+
+
+def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Recipe, Prediction]:
+    """The recipe with the chosen layout, micro batch, accumulation and recompute; what the recipe states of them is kept.
+
+    Raises:
+        LayoutError: nothing that `train` can run fits.
+    """
+    shape, training = shape_of(recipe), recipe.training
+    facts, efficiency = facts_of(shape), load_efficiencies().of(cluster.accelerator)
+
+    def can_run(candidate: Candidate) -> bool:
+        try:
+            placement.check(shape, candidate.layout, candidate.sequence_length)
+        except InputError:
+            return False
+        return candidate.runnable
+
+    question: Question = replace(question_of(recipe, template_of(recipe), world_size), allowed=can_run)
+    if training.global_batch_size is not None:
+        question = replace(
+            question,
+            micro_batch_sizes=None if training.micro_batch_size is None else (training.micro_batch_size,),
+            accumulations=None if training.gradient_accumulation_steps is None else (training.gradient_accumulation_steps,),
+        )
+    if "recompute" in recipe.model_fields_set:
+        question = replace(question, recomputes=(recipe.recompute,))
+    found = search(Predictor(facts, cluster, efficiency), question, top=1)
+    if found.chosen is None:
+        more = fewest_gpus(facts, cluster, efficiency, question)
+        remedy = None if more is None else f"{more.num_gpus} would do: {more.candidate.describe()}"
+        raise LayoutError(
+            f"nothing that the recipe allows fits on {world_size} devices of {format_bytes(cluster.accelerator.memory_bytes)}",
+            field="layout",
+            got="auto",
+            remedy=remedy or "Shorten the sequence, leave recompute and micro_batch_size open, or see `shardwright plan`",
+        )
+    return put_in(recipe, found.chosen.candidate), found.chosen
+
+
+def put_in(recipe: Recipe, candidate: Candidate) -> Recipe:
+    """The recipe as it would say the candidate itself."""
+    layout = candidate.layout
+    degrees: dict[str, Any] = {name: getattr(layout, name) for name in LayoutSection.model_fields if name != "auto"}
+    batch = {
+        "micro_batch_size": candidate.micro_batch_size,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+    }
+    return recipe.model_copy(
+        update={
+            "layout": LayoutSection(**degrees),
+            "training": recipe.training.model_copy(update=batch),
+            "recompute": candidate.recompute,
+        }
+    )

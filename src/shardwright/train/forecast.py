@@ -1,0 +1,73 @@
+"""What the planner says of a run before it starts, and how the first steps compare. Only where the recipe names its `cluster`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from shardwright.config import Recipe
+from shardwright.planner.achieved import load_efficiencies
+from shardwright.planner.automatic import cluster_of
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.predict import predict
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.question import template_of
+from shardwright.train.preflight import Checked
+from shardwright.units import format_bytes, format_seconds
+
+logger = logging.getLogger(__name__)
+
+_WARM_STEPS, _COUNTED_STEPS = 2, 5
+"""Steps that are left out (kernels are chosen, memory grows), and steps that are then counted."""
+
+
+def forecast(checked: Checked) -> Prediction | None:
+    """Memory and time of the very plan that runs; None without a cluster in the recipe.
+
+    Raises:
+        InputError: a cluster that is not known, or that the ranks do not fill.
+    """
+    recipe, plan = checked.recipe, checked.plan
+    if recipe.cluster is None:
+        return None
+    cluster = cluster_of(recipe.cluster, plan.layout.world_size)
+    return predict(checked.shape, _candidate(recipe, checked), cluster, load_efficiencies().of(cluster.accelerator))
+
+
+def _candidate(recipe: Recipe, checked: Checked) -> Candidate:
+    plan = checked.plan
+    return replace(
+        template_of(recipe),
+        layout=plan.layout,
+        micro_batch_size=plan.batch.micro_batch_size,
+        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+        recompute=plan.recompute,
+    )
+
+
+@dataclass
+class Comparison:
+    """Collects the first steps, then says in the log how they compare with the prediction."""
+
+    prediction: Prediction
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, step_seconds: float, memory_bytes: tuple[int, ...]) -> None:
+        """One more step of this process, with the peak of each rank so far."""
+        if len(self.seconds) > _WARM_STEPS + _COUNTED_STEPS:
+            return
+        self.seconds.append(step_seconds)
+        if len(self.seconds) == _WARM_STEPS + _COUNTED_STEPS:
+            self.seconds.append(0.0)  # said once
+            logger.info("%s", self.describe(median(self.seconds[_WARM_STEPS:-1]), max(memory_bytes, default=0)))
+
+    def describe(self, seconds: float, memory_bytes: int) -> str:
+        """Predicted against measured, with the error of the prediction."""
+        time, memory = self.prediction.time.step, self.prediction.memory.live
+        told = (
+            f"a step was predicted to take {format_seconds(time)} and takes {format_seconds(seconds)} ({seconds / time - 1:+.0%})"
+        )
+        if memory_bytes > 0:
+            told += f"; memory {format_bytes(memory)}, measured {format_bytes(memory_bytes)} ({memory_bytes / memory - 1:+.0%})"
+        return told
