@@ -31,6 +31,8 @@ class Framework:
     zero_stage_in_pipeline: ZeroStage | None = None
     """What a stated stage 3 is under pp: torchtitan gathers once per step there and keeps parameters whole between passes."""
     recompute: RecomputeKind = "none"
+    recompute_varies: bool = False
+    """Whether its published recipes choose it by the memory that is left, so that silence does not mean the habit."""
     recompute_of_shards: RecomputeKind | None = None
     """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
     flash_attention: bool = True
@@ -56,6 +58,7 @@ FRAMEWORKS: dict[str, Framework] = {
     ),
     "megatron-core": Framework(
         replace(_MIXED, name="megatron-core", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, node_dispatch=True),
+        recompute_varies=True,
     ),
     "megatron-lm": Framework(
         replace(_MIXED, name="megatron-lm", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),

@@ -148,7 +148,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         cluster=cluster,
         metric=_metric(row["mem_metric"]),
         micro_batch_stated=micro is not None,
-        recompute_stated=row["recompute"] in ("none", "selective", "full"),
+        recompute_stated=row["recompute"] in ("none", "selective", "full") or not framework.recompute_varies,
         features=(f"{trainer} on {cluster.accelerator.generation}", *_features(row, shape)),
     )
 
