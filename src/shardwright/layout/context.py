@@ -84,9 +84,8 @@ def check_context(
     if choice.method == "ulysses":
         refusal = _refuse_heads(layout, num_heads, num_kv_heads)
         if refusal is not None:
-            nearest = max(
-                cp for cp in range(1, layout.cp) if _refuse_heads(replace(layout, cp=cp), num_heads, num_kv_heads) is None
-            )
+            smaller = range(min(layout.cp - 1, num_heads // layout.tp), 0, -1)
+            nearest = next(cp for cp in smaller if _refuse_heads(replace(layout, cp=cp), num_heads, num_kv_heads) is None)
             raise LayoutError(
                 refusal,
                 field="layout.cp",
