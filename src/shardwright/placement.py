@@ -6,6 +6,7 @@ Torch-free, beside the plan: the planner counts with it, the engine cuts by it, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from shardwright.architecture import ModelShape, ParameterSpec
@@ -179,26 +180,8 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
     Raises:
         LayoutError: names the numbers and the nearest degree that works.
     """
-    check_built(layout)
     stages_of(shape, layout, sequence_length)
-    tp = layout.tp
-    if tp > 1:
-        _check_divides("heads", shape.num_heads, "layout.tp", tp)
-        if tp <= shape.num_kv_heads:
-            _check_divides("key-value heads", shape.num_kv_heads, "layout.tp", tp)
-        elif tp % shape.num_kv_heads:
-            raise LayoutError(
-                f"{tp} tensor-parallel ranks cannot share {shape.num_kv_heads} key-value heads evenly",
-                field="layout.tp",
-                got=tp,
-                allowed=f"a divisor or a multiple of {shape.num_kv_heads}",
-            )
-        if not all(layer.sparse for layer in shape.layers):
-            _check_divides("features of the feed-forward", shape.intermediate_size, "layout.tp", tp)
-        if shape.experts is not None:
-            _check_divides("features of an expert", shape.experts.intermediate_size, "layout.tp", tp)
-            if shape.experts.shared_intermediate_size:
-                _check_divides("features of the shared experts", shape.experts.shared_intermediate_size, "layout.tp", tp)
+    _check_tensor(shape, layout, sequence_length)
     _check_experts(shape, layout)
     if layout.cp > 1:
         windows = tuple(layer.window for layer in shape.layers)
@@ -230,35 +213,34 @@ def _check_experts(shape: ModelShape, layout: Layout) -> None:
         )
 
 
-def _check_divides(what: str, number: int, field: str, degree: int) -> None:
-    if number % degree:
-        nearest = max(d for d in range(1, degree) if number % d == 0)
-        raise LayoutError(
-            f"{number} {what} do not divide by {degree}",
-            field=field,
-            got=degree,
-            allowed=f"a divisor of {number}",
-            remedy=f"The nearest that works is {nearest}",
-        )
+def _check_tensor(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
+    reasons = _why_not_tensor(shape, layout, sequence_length)
+    if not reasons:
+        return
+    works = [tp for tp in range(1, shape.num_heads + 1) if not _why_not_tensor(shape, replace(layout, tp=tp), sequence_length)]
+    nearest = min(works, key=lambda tp: (abs(tp - layout.tp), tp))
+    remedy = f"The nearest that works is tp={nearest}"
+    if not _why_not_tensor(shape, replace(layout, sequence_parallel=False), sequence_length):
+        remedy += ", or leave the residual stream whole: sequence_parallel=false"
+    raise LayoutError("; ".join(reasons), field="layout.tp", got=layout.tp, allowed=", ".join(map(str, works)), remedy=remedy)
 
 
-_NOT_BUILT = {
-    "tp": "tensor parallelism",
-}
-
-
-def check_built(layout: Layout) -> None:
-    """Refuse the degrees that this version cannot execute.
-
-    Raises:
-        LayoutError: names the first degree above 1 among those that are not built.
-    """
-    for axis, what in _NOT_BUILT.items():
-        if layout.degree(axis) > 1:
-            raise LayoutError(
-                f"{what} is not built yet",
-                field=f"layout.{axis}",
-                got=layout.degree(axis),
-                allowed="1",
-                remedy="Use the other degrees",
-            )
+def _why_not_tensor(shape: ModelShape, layout: Layout, sequence_length: int) -> list[str]:
+    """What of a model `layout.tp` ranks cannot share evenly; nothing for one rank."""
+    tp, kv_heads, experts = layout.tp, shape.num_kv_heads, shape.experts
+    if tp == 1:
+        return []
+    widths = {"heads": shape.num_heads}
+    if not all(layer.sparse for layer in shape.layers):
+        widths["features of the feed-forward"] = shape.intermediate_size
+    if experts is not None:
+        widths["features of an expert"] = experts.intermediate_size
+        widths["features of the shared experts"] = experts.shared_intermediate_size or 0
+    if layout.sequence_parallel:
+        widths["tokens of a context rank" if layout.cp > 1 else "tokens of a sequence"] = sequence_length // layout.cp
+    reasons = [f"{number} {what} do not divide by {tp}" for what, number in widths.items() if number % tp]
+    if kv_heads % tp and tp % kv_heads:
+        reasons.append(f"{kv_heads} key-value heads neither divide by {tp} nor lie evenly over {tp} ranks")
+    if -(-shape.vocab_size // tp) * (tp - 1) >= shape.vocab_size:
+        reasons.append(f"{shape.vocab_size} rows of the vocabulary leave a rank of {tp} without any")
+    return reasons

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
-from shardwright.architecture import read_config
+from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout, ParameterLayout, Section, Shard, Stage
-from shardwright.placement import check_built, place
+from shardwright.placement import check, place
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -51,7 +54,32 @@ def test_a_tied_embedding_lies_on_the_first_and_the_last_stage() -> None:
     assert layouts["model.norm.weight"].stages == (1,)
 
 
-@pytest.mark.parametrize("axis", ["tp"])
-def test_what_is_not_built_is_refused_by_name(axis: str) -> None:
-    with pytest.raises(LayoutError, match=rf"layout\.{axis}: .* is not built yet"):
-        check_built(Layout(**{axis: 2}))
+def model(**changes: Any) -> ModelShape:
+    """Twelve heads over four key-value heads."""
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 4, "hidden_size": 48, "intermediate_size": 96}
+    return read_config({**LLAMA, "vocab_size": 72, "max_position_embeddings": 64, **sizes, **changes})
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "told"),
+    [
+        ({"tp": 5}, {}, r"layout\.tp: 12 heads do not divide by 5.*1, 2, 4, 12.*tp=4"),
+        ({"tp": 6}, {}, r"4 key-value heads neither divide by 6 nor lie evenly over 6 ranks.*1, 2, 4, 12.*tp=4"),
+        ({"tp": 4}, {"intermediate_size": 98}, r"98 features of the feed-forward do not divide by 4.*1, 2\b.*tp=2"),
+        ({"tp": 12}, {"vocab_size": 11}, r"11 rows of the vocabulary leave a rank of 12 without any.*1, 2, 4\b"),
+    ],
+    ids=str,
+)
+def test_what_ranks_cannot_share_is_told_with_the_numbers(layout: dict[str, Any], changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(LayoutError) as raised:
+        check(model(**changes), Layout(**layout), 24)
+    assert re.search(told, str(raised.value), re.DOTALL)
+
+
+def test_sequence_parallelism_wants_tokens_that_divide() -> None:
+    check(model(), Layout(tp=4), 24)
+    with pytest.raises(LayoutError, match=r"26 tokens of a sequence do not divide by 4.*tp=2, or .*sequence_parallel=false"):
+        check(model(), Layout(tp=4), 26)
+    with pytest.raises(LayoutError, match=r"6 tokens of a context rank do not divide by 4"):
+        check(model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
+    check(model(), Layout(tp=4, sequence_parallel=False), 26)

@@ -5,6 +5,8 @@ Legend: B sequences, T query tokens, S key tokens, D hidden, H query heads, K ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from shardwright.model.dropout import Dropout
 from shardwright.model.linear import Linear
 from shardwright.model.norms import RMSNorm
 from shardwright.model.rope import rotate
+from shardwright.model.tensor_cut import TensorCut
 
 
 class Attention(nn.Module):
@@ -27,7 +30,7 @@ class Attention(nn.Module):
         super().__init__()
         self.index, self.layer, self.names = index, shape.layers[index], shape.names
         self.head_dim, self.qk_norm, self.qkv_layout = shape.head_dim, shape.qk_norm, shape.qkv_layout
-        self.group_size = shape.num_heads // shape.num_kv_heads
+        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
         self.soft_cap, self.dropout = shape.attention_soft_cap, shape.attention_dropout
         self.has_sinks = shape.attention_sinks
         self.add_projections(shape)
@@ -51,7 +54,8 @@ class Attention(nn.Module):
             self.register_parameter(names.sinks, nn.Parameter(torch.empty(shape.num_heads)))
 
     def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
-        q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD)
+        tensor = context.tensor
+        q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD if tensor is None else tensor.enter(x_BTD), tensor)
         if self.layer.rope is not None:
             cos, sin = context.rope_tables[self.layer.rope]
             q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
@@ -59,10 +63,11 @@ class Attention(nn.Module):
         if context.cache is not None:
             k_BKSE, v_BKSE = context.cache.extend(self.index, k_BKSE, v_BKSE)
         out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
-        return getattr(self, self.names.attention_out)(out_BHTE.transpose(1, 2).flatten(2))
+        out = getattr(self, self.names.attention_out)
+        return out(out_BHTE.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave)
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head. Head counts follow from the weights, which a tensor-parallel cut shortens."""
+    def _project(self, x_BTD: Tensor, tensor: TensorCut | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the heads that this rank has."""
         names, head_dim = self.names, self.head_dim
         if names.qkv is None:
             q, k, v = (getattr(self, name)(x_BTD) for name in (names.query, names.key, names.value))
@@ -71,14 +76,25 @@ class Attention(nn.Module):
             if self.qkv_layout == "heads":
                 q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
                 return q, k, v
-            kv_width = fused.shape[-1] // (self.group_size + 2)
-            q, k, v = fused.split([self.group_size * kv_width, kv_width, kv_width], dim=-1)
+            degree = 1 if tensor is None else tensor.degree
+            # Of fewer key-value heads than ranks, each rank has one.
+            q_width, kv_width = (max(1, heads // degree) * head_dim for heads in (self.num_heads, self.num_kv_heads))
+            q, k, v = fused.split([q_width, kv_width, kv_width], dim=-1)
         if self.qk_norm == "full":
-            q, k = getattr(self, names.query_norm)(q), getattr(self, names.key_norm)(k)
+            q = getattr(self, names.query_norm)(q, self._mean_square(tensor, self.num_heads))
+            k = getattr(self, names.key_norm)(k, self._mean_square(tensor, self.num_kv_heads))
         q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
         if self.qk_norm == "head":
             q, k = getattr(self, names.query_norm)(q), getattr(self, names.key_norm)(k)
         return q, k, v
+
+    def _mean_square(self, tensor: TensorCut | None, num_heads: int) -> Callable[[Tensor], Tensor] | None:
+        """The statistic of a norm over the features of all heads, of which each rank has some."""
+        if tensor is None:
+            return None
+        # Ranks that have the same key-value head each add its squares.
+        features = max(num_heads, tensor.degree) * self.head_dim
+        return lambda squares: tensor.sum(squares) / features
 
     def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
         if self.cuts.context is not None:
@@ -86,11 +102,12 @@ class Attention(nn.Module):
         mask = context.masks[self.layer.window]
         dropout = dropout if self.dropout > 0.0 else None
         if self.soft_cap is not None or self.has_sinks or dropout is not None or context.explicit:
-            return self._attend_explicitly(q_BHTE, k_BKSE, v_BKSE, mask, dropout)
+            return self._attend_explicitly(q_BHTE, k_BKSE, v_BKSE, mask, dropout, context.tensor)
         # Of the CUDA kernels only the one without grouped heads takes a mask.
-        grouped = self.group_size > 1
+        group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
+        grouped = group_size > 1
         if grouped and mask is not None and q_BHTE.is_cuda:
-            k_BKSE, v_BKSE = (part.repeat_interleave(self.group_size, dim=1) for part in (k_BKSE, v_BKSE))
+            k_BKSE, v_BKSE = (part.repeat_interleave(group_size, dim=1) for part in (k_BKSE, v_BKSE))
             grouped = False
         causal = mask is None and q_BHTE.shape[2] > 1
         return F.scaled_dot_product_attention(
@@ -103,10 +120,17 @@ class Attention(nn.Module):
         return AttentionTerms(self.index, layer.attention_scale, layer.window, self.soft_cap, self.dropout, sinks_H)
 
     def _attend_explicitly(
-        self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, dropout: Dropout | None
+        self,
+        q_BHTE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        mask: Tensor | None,
+        dropout: Dropout | None,
+        tensor: TensorCut | None,
     ) -> Tensor:
         """The products spelled out; the softmax accumulates in fp32 at least."""
-        k_BHSE, v_BHSE = (part.repeat_interleave(self.group_size, dim=1) for part in (k_BKSE, v_BKSE))
+        num_heads = q_BHTE.shape[1]
+        k_BHSE, v_BHSE = (part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (k_BKSE, v_BKSE))
         scores_BHTS = (q_BHTE * self.layer.attention_scale) @ k_BHSE.transpose(-1, -2)
         if self.soft_cap is not None:
             scores_BHTS = torch.tanh(scores_BHTS / self.soft_cap) * self.soft_cap
@@ -119,7 +143,8 @@ class Attention(nn.Module):
         accumulate = torch.float64 if scores_BHTS.dtype == torch.float64 else torch.float32
         weights_BHTS = self._softmax(scores_BHTS, accumulate).to(v_BHSE.dtype)
         if dropout is not None:
-            weights_BHTS = dropout.drop_attention(weights_BHTS, self.dropout)
+            first_head = 0 if tensor is None else tensor.rank * num_heads
+            weights_BHTS = dropout.drop_attention(weights_BHTS, self.dropout, first_head=first_head)
         return weights_BHTS @ v_BHSE
 
     def _softmax(self, scores_BHTS: Tensor, dtype: torch.dtype) -> Tensor:

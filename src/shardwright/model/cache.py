@@ -16,15 +16,24 @@ class KeyValueCache:
 
     Latent attention keeps latents and the keys' shared rotated part in the place of keys and values.
 
+    Its heads are those of this rank, where they lie over several.
+
     longrope chooses its factors by `max_tokens`: a document must not change its rotation half way. Give it what the text
     is going to be, prompt and continuation together.
     """
 
     def __init__(
-        self, shape: ModelShape, batch_size: int, max_tokens: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        shape: ModelShape,
+        batch_size: int,
+        max_tokens: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        tensor_degree: int = 1,
     ) -> None:
         num_heads, key_width, value_width = shape.cache_widths
-        size = (shape.num_layers, batch_size, num_heads, max_tokens)
+        size = (shape.num_layers, batch_size, max(1, num_heads // tensor_degree), max_tokens)
         self.max_tokens = max_tokens
         self.length = 0
         self._keys = torch.empty(*size, key_width, dtype=dtype, device=device)

@@ -13,6 +13,7 @@ from shardwright.model.cache import KeyValueCache
 from shardwright.model.dropout import Dropout, DropoutKey
 from shardwright.model.rope import rope_tables
 from shardwright.model.routing import RoutingContext
+from shardwright.model.tensor_cut import TensorCut
 
 
 class ForwardContext:
@@ -37,6 +38,7 @@ class ForwardContext:
         document_ids_BT: Tensor | None = None,
         places_T: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        tensor: TensorCut | None = None,
     ) -> None:
         self.rope_tables = rope_tables
         self.masks = masks
@@ -47,6 +49,7 @@ class ForwardContext:
         self.document_ids_BT = document_ids_BT
         self.places_T = places_T
         self.dropout_key = dropout_key
+        self.tensor = tensor
 
 
 def build_context(
@@ -61,6 +64,7 @@ def build_context(
     explicit: bool,
     cache: KeyValueCache | None,
     routing: RoutingContext | None = None,
+    tensor: TensorCut | None = None,
 ) -> ForwardContext:
     """Tables in fp32 (fp64 for fp64 activations), masks in the activations' precision.
 
@@ -68,6 +72,7 @@ def build_context(
         x_BTD: names device and precision.
         positions_BT: of whole rows, as are `document_ids_BT`.
         places_T: the places of the row that this rank has; None is all `num_tokens` of them.
+        tensor: this pass's tensor cut; what is made here is of all tokens, whether or not the residual stream is cut over them.
     """
     seen = 0 if cache is None else cache.length
     table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
@@ -94,6 +99,7 @@ def build_context(
         document_ids_BT=document_ids_BT,
         places_T=places_T,
         dropout_key=dropout,
+        tensor=tensor,
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a decoder that lies over several ranks needs the others: three protocols, kept by `shardwright.parallel`.
+"""Where a decoder that lies over several ranks needs the others: protocols, kept by `shardwright.parallel`.
 
 A decoder by itself has none of them. A cut one calls them at the few places where its function takes more than the rank holds, and
 is written once for both. Rows of ids, labels, positions and documents always come whole; the decoder takes this rank's places.
@@ -15,33 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from shardwright.model.tensor_cut import TensorCut
+
 if TYPE_CHECKING:
     from shardwright.model.context import ForwardContext
     from shardwright.model.dropout import Dropout
-
-
-class TensorCut(Protocol):
-    """Tensor parallelism: features and heads lie over `degree` ranks, and with `sequence_parallel` the residual stream's tokens."""
-
-    rank: int
-    degree: int
-    sequence_parallel: bool
-
-    def enter(self, x_BSD: Tensor) -> Tensor:
-        """The residual stream as column-cut products want it, `[B, L, D]`; its gradient is summed over the ranks."""
-        ...
-
-    def leave(self, partial_BLD: Tensor) -> Tensor:
-        """A row-cut product's partial sums, summed, as the residual stream wants them, `[B, S, D]`."""
-        ...
-
-    def share(self, x_BL: Tensor) -> Tensor:
-        """This rank's tokens (dimension 1) of what all ranks have alike."""
-        ...
-
-    def sum(self, x: Tensor) -> Tensor:
-        """A sum over the ranks that all of them go on with: gradients are summed, too."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

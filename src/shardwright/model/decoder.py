@@ -25,11 +25,13 @@ from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm
 from shardwright.model.routing import ExpertRules, RouterTally, RoutingContext
+from shardwright.model.tensor_cut import TensorCut, Vocabulary
 
 log = logging.getLogger("shardwright")
 
 LossFunction = Callable[..., Tensor]
-"""(hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap) -> summed loss."""
+"""(hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap) -> summed loss. Where the head's rows lie over
+ranks, `vocabulary` tells which of them these are."""
 Recompute = Callable[..., Tensor]
 """(function, *arguments) -> what the function returns."""
 
@@ -42,9 +44,12 @@ def full_logits_loss(
     *,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """Summed cross-entropy with all logits held at once: the plain definition, for when no chunked loss is given."""
     logits_NV = head_logits(hidden_ND, weight_VD, bias_V, logit_scale=logit_scale, soft_cap=soft_cap)
+    if vocabulary is not None:
+        logits_NV = vocabulary.whole(logits_NV)
     accumulate = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     return F.cross_entropy(logits_NV.to(accumulate), labels_N, ignore_index=-100, reduction="sum")
 
@@ -64,10 +69,13 @@ class Embedding(nn.Module):
 
     def __init__(self, num_rows: int, width: int, padding_row: int | None = None) -> None:
         super().__init__()
-        self.padding_row = padding_row
+        self.num_rows, self.padding_row = num_rows, padding_row
         self.weight = nn.Parameter(torch.empty(num_rows, width))
 
-    def forward(self, indices: Tensor) -> Tensor:
+    def forward(self, indices: Tensor, tensor: TensorCut | None = None) -> Tensor:
+        """The rows; with `tensor`, whose ranks have some of them each, this rank's share of their sum."""
+        if tensor is not None:
+            return tensor.look_up(indices, self.weight, self.num_rows, self.padding_row)
         return F.embedding(indices, self.weight, self.padding_row)
 
 
@@ -131,6 +139,7 @@ class Block(nn.Module):
         names = self.names
         normed = self._norm(names.pre_attention_norm, x_BTD)
         attended = self._norm(names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout))
+        dropout = None if dropout is None else dropout.share(context.tensor)
         attended = self._drop(attended, Site.ATTENTION_OUT, dropout)
         if self.parallel:
             fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context)
@@ -142,7 +151,7 @@ class Block(nn.Module):
 
     def _feed(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
         module = getattr(self, self.names.mlp)
-        fed: Tensor = module(x_BTD, context) if self.sparse else module(x_BTD)
+        fed: Tensor = module(x_BTD, context) if self.sparse else module(x_BTD, context.tensor)
         return fed
 
     def _add_norm(self, name: str | None, shape: ModelShape) -> None:
@@ -292,7 +301,8 @@ class Decoder(nn.Module):
         )
         if stage is not None and not stage.head:
             return x_BTD
-        return self.output(x_BTD, None if labels_BT is None else _at(labels_BT, self._places(input_ids_BT)))
+        labels_BT = None if labels_BT is None else _at(labels_BT, self._places(input_ids_BT))
+        return self.output(x_BTD, labels_BT, cached=cache is not None)
 
     def hidden(
         self,
@@ -311,8 +321,11 @@ class Decoder(nn.Module):
         if positions_BT is None:
             positions_BT = default_positions(input_ids_BT, document_ids_BT, 0 if cache is None else cache.length)
         places_T = self._places(input_ids_BT)
-        first = hidden_BTD is None
-        x_BTD = self.embed(_at(input_ids_BT, places_T), _at(positions_BT, places_T)) if hidden_BTD is None else hidden_BTD
+        first, tensor = hidden_BTD is None, self._tensor(cached=cache is not None)
+        if hidden_BTD is None:
+            x_BTD = self.embed(_at(input_ids_BT, places_T), _at(positions_BT, places_T), tensor)
+        else:
+            x_BTD = hidden_BTD
         context = build_context(
             self.shape,
             x_BTD,
@@ -324,9 +337,10 @@ class Decoder(nn.Module):
             explicit=self.explicit_attention,
             cache=cache,
             routing=self._routing(row_weight),
+            tensor=tensor,
         )
         if first and context.dropout is not None and self.shape.embedding_dropout > 0.0:
-            x_BTD = context.dropout.drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
+            x_BTD = context.dropout.share(tensor).drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
         for block in self.blocks:
             if stage is None or block.index in stage.layers:
                 x_BTD = block(x_BTD, context)
@@ -348,26 +362,33 @@ class Decoder(nn.Module):
         """The places of the row that this rank has; None for all of them."""
         return None if self.cuts.context is None else self.cuts.context.places(input_ids_BT.shape[1])
 
-    def output(self, hidden_BTD: Tensor, labels_BT: Tensor | None) -> Tensor:
-        """The last norm's output to logits, or to the summed loss of its labels."""
-        shape, weight_VD = self.shape, self.head_weight.to(hidden_BTD.dtype)
-        if labels_BT is None:
-            return head_logits(hidden_BTD, weight_VD, None, logit_scale=shape.logit_scale, soft_cap=shape.final_soft_cap)
-        return self.loss_function(
-            hidden_BTD.flatten(0, 1),
-            weight_VD,
-            None,
-            labels_BT.flatten(),
-            logit_scale=shape.logit_scale,
-            soft_cap=shape.final_soft_cap,
-        )
+    def _tensor(self, *, cached: bool) -> TensorCut | None:
+        """The tensor cut of a pass. Tokens that follow cached ones come one at a time: no sequence to cut."""
+        tensor = self.cuts.tensor
+        return tensor.without_sequence() if tensor is not None and cached else tensor
 
-    def embed(self, input_ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """Token (and learned position) embeddings in the compute precision, scaled."""
+    def output(self, hidden_BTD: Tensor, labels_BT: Tensor | None, *, cached: bool = False) -> Tensor:
+        """The last norm's output to logits, or to the summed loss of its labels; `cached` as the pass that made it was."""
+        shape, weight_VD, tensor = self.shape, self.head_weight.to(hidden_BTD.dtype), self._tensor(cached=cached)
+        options: dict[str, Any] = {"logit_scale": shape.logit_scale, "soft_cap": shape.final_soft_cap}
+        vocabulary = None if tensor is None else tensor.vocabulary(shape.vocab_size)
+        if tensor is not None:
+            hidden_BTD = tensor.enter(hidden_BTD)
+        if labels_BT is None:
+            logits_BTV = head_logits(hidden_BTD, weight_VD, None, **options)
+            return logits_BTV if vocabulary is None else vocabulary.whole(logits_BTV)
+        if vocabulary is not None:
+            options["vocabulary"] = vocabulary
+        return self.loss_function(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
+
+    def embed(self, input_ids_BT: Tensor, positions_BT: Tensor, tensor: TensorCut | None = None) -> Tensor:
+        """Token (and learned position) embeddings of the residual stream in the compute precision, scaled."""
         names, root = self.shape.names, self.root
-        x_BTD: Tensor = root.get_submodule(names.embedding)(input_ids_BT)
+        x_BTD: Tensor = root.get_submodule(names.embedding)(input_ids_BT, tensor)
         if self.compute_dtype is not None:
             x_BTD = x_BTD.to(self.compute_dtype)
+        if tensor is not None:
+            x_BTD, positions_BT = tensor.leave(x_BTD), tensor.share(positions_BT)
         if names.positions is not None:
             x_BTD = x_BTD + root.get_submodule(names.positions)(positions_BT).to(x_BTD.dtype)
         if self.shape.embedding_scale != 1.0:

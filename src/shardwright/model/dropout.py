@@ -15,6 +15,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from shardwright.model.tensor_cut import TensorCut
+
 _BITS_32 = 0xFFFFFFFF
 
 
@@ -52,6 +54,10 @@ class Dropout:
         for part_B in (samples_B, samples_B >> 32):
             state_B = _mix(state_B ^ _low_bits(part_B))
         return Dropout(_combine(state_B[:, None], places_T.to(device=device, dtype=torch.int32) + 1))
+
+    def share(self, tensor: TensorCut | None) -> Dropout:
+        """The masks of this rank's tokens of the residual stream."""
+        return self if tensor is None else Dropout(tensor.share(self.keys_BT))
 
     def of_layer(self, index: int) -> Dropout:
         """The masks of layer `index`; those outside the layers are not among them."""

@@ -41,7 +41,9 @@ class LatentAttention(Attention):
         self.add_module(names.attention_out, Linear(shape.value_width, width, bias=bias))
 
     def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
-        names, latent = self.names, self.latent
+        names, latent, tensor = self.names, self.latent, context.tensor
+        if tensor is not None:
+            x_BTD = tensor.enter(x_BTD)
         queries = self._project_queries(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_plain, q_turned = queries.split([latent.nope_dim, latent.rope_dim], dim=-1)
         compressed = getattr(self, names.key_value_latent)(x_BTD)
@@ -58,7 +60,8 @@ class LatentAttention(Attention):
         if padding > 0:
             v_BHSV = F.pad(v_BHSV, (0, padding))
         out_BHTV = self._attend(q_BHTE, k_BHSE, v_BHSV, context, dropout)[..., : latent.value_dim]
-        return getattr(self, names.attention_out)(out_BHTV.transpose(1, 2).flatten(2))
+        out = getattr(self, names.attention_out)
+        return out(out_BHTV.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave)
 
     def _project_queries(self, x_BTD: Tensor) -> Tensor:
         names = self.names

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.architecture import Activation, ModelShape
 from shardwright.model.linear import Linear
+from shardwright.model.tensor_cut import TensorCut
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -70,11 +71,13 @@ class FeedForward(nn.Module):
                 self.add_module(name, Linear(width, num_out, bias=shape.mlp_bias, transposed=transposed))
         self.add_module(names.down, Linear(inner, width, bias=shape.mlp_bias, transposed=transposed))
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.products(x_BTD)
+    def forward(self, x_BTD: Tensor, tensor: TensorCut | None = None) -> Tensor:
+        if tensor is None:
+            return self.products(x_BTD)
+        return self.products(tensor.enter(x_BTD), tensor.leave)
 
-    def products(self, x_BTD: Tensor) -> Tensor:
-        """The function of the weights that this rank holds."""
+    def products(self, x_BTD: Tensor, sum_shares: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The function of the weights that this rank holds; of ranks that each have some of the features, a share unless summed."""
         names = self.names
         if names.gate_up is not None:
             gate_BTF, up_BTF = getattr(self, names.gate_up)(x_BTD).chunk(2, dim=-1)
@@ -83,5 +86,5 @@ class FeedForward(nn.Module):
             inner_BTF = gate(self.activation, getattr(self, names.gate)(x_BTD), getattr(self, names.up)(x_BTD))
         else:
             inner_BTF = ACTIVATIONS[self.activation](getattr(self, names.up)(x_BTD))
-        out_BTD: Tensor = getattr(self, names.down)(inner_BTF)
+        out_BTD: Tensor = getattr(self, names.down)(inner_BTF, sum_shares)
         return out_BTD

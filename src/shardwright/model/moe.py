@@ -77,9 +77,7 @@ class Experts(nn.Module):
 
     def _product(self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_share: float = 1.0) -> Tensor:
         weight = getattr(self, name).to(x_MD.dtype)
-        if self.shape.matrix_layout == "out_in":
-            weight = weight.transpose(1, 2)
-        out_MF = grouped_product(x_MD, weight, counts_E)
+        out_MF = grouped_product(x_MD, weight, counts_E, transposed=self.shape.matrix_layout == "out_in")
         if not self.shape.expert_bias:
             return out_MF
         bias_EF = getattr(self, f"{name}_bias").to(x_MD.dtype)
@@ -120,7 +118,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
         # Tensor-parallel ranks route the same tokens; what their features make of them are partial sums, and so is every gradient.
-        tensor = self.cuts.tensor
+        tensor = context.tensor
         x_BTD = x_BTD if tensor is None else tensor.enter(x_BTD)
         routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None

@@ -5,6 +5,7 @@ Legend: D features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +21,16 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mean_square: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Where features lie over ranks, `mean_square` makes the mean over all of them of the sum of this rank's squares."""
         weight_D = self.weight.to(x.dtype)
         if self.offset != 0.0:
             # In 16 bits 1 + w would lose most of what w holds.
             weight_D = weight_D.to(_accumulation(x.dtype)) + self.offset
+        if mean_square is not None:
+            wide = x.to(_accumulation(x.dtype))
+            scale = torch.rsqrt(mean_square(wide.square().sum(-1, keepdim=True)) + self.eps)
+            return (wide * scale * weight_D).to(x.dtype)
         if x.is_cpu and not torch.compiler.is_compiling():
             normed: Tensor = _RMSNormOnCPU.apply(x, weight_D, self.eps)
             return normed

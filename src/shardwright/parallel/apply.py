@@ -54,6 +54,7 @@ from shardwright.parallel.pipeline import Arguments, Mark, Pipeline, StageRoot
 from shardwright.parallel.reduce import PendingSum, make_sums, pending_sums
 from shardwright.parallel.replicate import replicate
 from shardwright.parallel.shard import shard, shard_root
+from shardwright.parallel.tensor import tensor_cut
 from shardwright.placement import check, place, stages_of
 from shardwright.plan import Plan
 
@@ -84,7 +85,7 @@ def apply_layout(
         storage: entered while memory is given and filled: a rehearsal's tensors are none.
 
     Raises:
-        LayoutError: degrees that do not divide the model, or are not built yet.
+        LayoutError: degrees that do not divide the model.
     """
     layout = plan.layout
     check(decoder.shape, layout, plan.batch.sequence_length)
@@ -105,6 +106,7 @@ def apply_layout(
         Cuts(
             context=context_cut(decoder.shape, layout, mesh, plan.batch.sequence_length),
             expert=expert_cut(decoder.shape, layout, mesh),
+            tensor=tensor_cut(layout, mesh),
         )
     )
     decoder.set_recompute(recompute_runner(plan.recompute))

@@ -29,6 +29,10 @@ Group = dist.ProcessGroup | None
 
 _Move = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
 
+# torch 2.13 renamed both and deprecates the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def copy_to_all(x: Tensor, group: Group) -> Tensor:
     """The same tensor, used by every rank for its share of what follows: the gradients of the shares are summed."""
@@ -96,16 +100,21 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
     return summed
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, `[R, *x.shape]`; no gradient passes."""
     stacked = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(stacked.flatten(0, 1), x.contiguous(), group=group)
-    return stacked.movedim(0, dim).flatten(dim, dim + 1)  # no copy where the dimensions before `dim` are of size 1
+    _all_gather_single(stacked.flatten(0, 1), x.contiguous(), group=group)
+    return stacked
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return stack(x, group).movedim(0, dim).flatten(dim, dim + 1)  # no copy where the dimensions before `dim` are of size 1
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     stacked = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     own = torch.empty_like(stacked[0])
-    dist.reduce_scatter_tensor(own, stacked.flatten(0, 1), group=group)
+    _reduce_scatter_single(own, stacked.flatten(0, 1), group=group)
     return own
 
 

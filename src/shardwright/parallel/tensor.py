@@ -1,17 +1,93 @@
 """Tensor and sequence parallelism: what the decoder asks of the other ranks that hold a share of the same layer.
 
-Legend: B sequences, T tokens, D hidden, V vocabulary rows of this rank, R ranks.
+Every product of a block is cut in pairs: the first over its outputs (heads, features), the second over its inputs, so that two
+collectives a pair are enough in each direction. With the residual stream cut over tokens they are an all-gather before and a
+reduce-scatter after; without, an all-reduce on one side of each pass. The bytes sent are the same. What is cut how stands in
+`shardwright.placement`; parameters are plain tensors of this rank's shape (docs/decisions/0034-tensor-parallel-without-dtensor.md).
+
+Legend: B sequences, L tokens of this context rank, S tokens of the residual stream (L, or this rank's share of L), D hidden,
+V vocabulary rows of this rank, R ranks.
+
+Source: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.2.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass, replace
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.layout import Layout
 from shardwright.numerics import VocabularyShard
 from shardwright.parallel import collectives
+from shardwright.parallel.mesh import Mesh
+
+
+def tensor_cut(layout: Layout, mesh: Mesh | None) -> TensorParallel | None:
+    """What a layout's tensor-parallel ranks ask of each other; None where there is one of them."""
+    group = None if mesh is None else mesh.group("tp")
+    return None if group is None else TensorParallel(group, layout.sequence_parallel)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks of one tensor-parallel group, as `model.cuts.TensorCut`."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group: which share of heads, features and tokens it has."""
+        return dist.get_rank(self.group)
+
+    @property
+    def degree(self) -> int:
+        """Ranks of the group."""
+        return self.group.size()
+
+    def without_sequence(self) -> TensorParallel:
+        """The same ranks with a residual stream that each of them has whole."""
+        return replace(self, sequence_parallel=False)
+
+    def enter(self, x_BSD: Tensor) -> Tensor:
+        """All tokens `[B, L, D]`, for products that are cut over their outputs; the ranks' gradients are summed."""
+        if self.sequence_parallel:
+            return collectives.gather(x_BSD, 1, self.group)
+        return collectives.copy_to_all(x_BSD, self.group)
+
+    def leave(self, share_BLD: Tensor) -> Tensor:
+        """The sum of the ranks' shares, `[B, S, D]`: this rank's tokens of it, or all."""
+        if self.sequence_parallel:
+            return collectives.scatter_sum(share_BLD, 1, self.group)
+        return collectives.sum_over(share_BLD, self.group)
+
+    def share(self, x_BL: Tensor) -> Tensor:
+        """The residual stream's tokens of what every rank has alike, `[B, S, ...]`; a view."""
+        if not self.sequence_parallel:
+            return x_BL
+        length = x_BL.shape[1] // self.degree
+        return x_BL.narrow(1, self.rank * length, length)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A statistic over features that lie on all ranks."""
+        return collectives.sum_shared(x, self.group)
+
+    def look_up(self, ids_BL: Tensor, weight_VD: Tensor, vocab_size: int, padding_row: int | None) -> Tensor:
+        """Embeddings `[B, L, D]` of the ids whose rows this rank holds, zero for the others; rows elsewhere get no gradient."""
+        shard = vocabulary_shard(vocab_size, self.group)
+        num_rows = weight_VD.shape[0]
+        rows_BL, own_BL = shard.local_labels(ids_BL, num_rows)
+        padding = None if padding_row is None else padding_row - shard.first
+        if padding is not None and not 0 <= padding < num_rows:
+            padding = None
+        return F.embedding(rows_BL, weight_VD, padding).masked_fill(~own_BL[..., None], 0.0)
+
+    def vocabulary(self, vocab_size: int) -> VocabularyShard:
+        """This rank's rows of the head."""
+        return vocabulary_shard(vocab_size, self.group)
 
 
 def vocabulary_shard(vocab_size: int, group: dist.ProcessGroup) -> VocabularyShard:
@@ -21,9 +97,7 @@ def vocabulary_shard(vocab_size: int, group: dist.ProcessGroup) -> VocabularySha
     num_rows = min(chunk, vocab_size - first)
 
     def gather_over(tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty((group.size(), *tensor.shape))
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=group)
-        return gathered
+        return collectives.stack(tensor, group)
 
     def whole(logits: Tensor) -> Tensor:
         # Slices must be equal; what is filled up lies behind the last row.

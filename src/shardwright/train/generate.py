@@ -6,7 +6,7 @@ Legend: B sequences (always one here), T tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import InputError, TokenizerError
 from shardwright.model.cache import KeyValueCache
-from shardwright.model.decoder import Decoder, head_logits
+from shardwright.model.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def generate(
 def complete(
     decoder: Decoder,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Sequence[int],
     sampling: Sampling,
     *,
     max_new_tokens: int,
@@ -89,6 +89,7 @@ def complete(
     """Continue one prompt until a stop id, `max_new_tokens`, or the end of the model's positions.
 
     Args:
+        prompt: text, or ids as they stand, such as a chat template's.
         stop_ids: ids that end the text and are left out of it.
         slide: at the end of the positions drop the older half of the context and go on, instead of stopping there.
         on_text: called with each piece of text as soon as it is whole (a character may take several tokens).
@@ -121,10 +122,10 @@ def complete(
     return Completion(stream.finish(), tuple(prompt_ids), tuple(stream.ids), stopped)
 
 
-def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
     """Ids of a prompt that the model can take; an empty one begins as a document does."""
     shape = decoder.shape
-    ids = list(tokenizer.encode(prompt))
+    ids = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     if not ids:
         if tokenizer.eos_id is None:
             raise InputError(
@@ -133,7 +134,7 @@ def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str) -> list[i
                 remedy="Give at least one character",
             )
         ids = [tokenizer.eos_id]  # what stood before every document of the training stream
-    if tokenizer.unknown_id in ids[len(tokenizer.prefix_ids) :]:
+    if isinstance(prompt, str) and tokenizer.unknown_id in ids[len(tokenizer.prefix_ids) :]:
         unknown = sorted({character for character in prompt if tokenizer.unknown_id in tokenizer.encode(character)})
         raise TokenizerError(
             "the tokenizer has no id for a part of the prompt",
@@ -204,15 +205,15 @@ class _Context:
 
     def next_logits(self) -> Tensor:
         """Logits of the token after the last, `[V]`."""
-        decoder, weight_VD = self._decoder, self._decoder.head_weight
+        decoder, weight_VD, tensor = self._decoder, self._decoder.head_weight, self._decoder.cuts.tensor
         dtype = decoder.compute_dtype or weight_VD.dtype
         if self._cache is None or len(self._ids) > self._cache.max_tokens:
             capacity = next(size for size in self._capacities if size >= len(self._ids))
-            self._cache = KeyValueCache(decoder.shape, 1, capacity, dtype=dtype, device=weight_VD.device)
+            degree = 1 if tensor is None else tensor.degree
+            self._cache = KeyValueCache(decoder.shape, 1, capacity, dtype=dtype, device=weight_VD.device, tensor_degree=degree)
         unread_BT = torch.tensor([self._ids[self._cache.length :]], device=weight_VD.device)
-        last_D = decoder.hidden(unread_BT, cache=self._cache)[0, -1]
-        shape = decoder.shape
-        return head_logits(last_D, weight_VD.to(last_D.dtype), None, logit_scale=shape.logit_scale, soft_cap=shape.final_soft_cap)
+        last_BTD = decoder.hidden(unread_BT, cache=self._cache)[:, -1:]
+        return decoder.output(last_BTD, None, cached=True)[0, -1]
 
 
 class _TextStream:

@@ -66,7 +66,6 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         InputError: the first thing that is wrong, by field.
     """
     plan = resolve(recipe, world_size)
-    placement.check_built(plan.layout)
     shape, data = prepare_for_model(recipe, progress=progress)
     placement.check(shape, plan.layout, plan.batch.sequence_length)
     if recipe.model.pretrained:

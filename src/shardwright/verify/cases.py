@@ -13,7 +13,6 @@ from shardwright.config.schema import LayoutSection, RecomputeKind
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.model.routing import ExpertRules
-from shardwright.placement import check_built
 
 Dtype = Literal["float32", "float64"]
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
@@ -92,7 +91,7 @@ def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -
         base: the recipe's layout, whose sizes (not degrees) are taken where `texts` are silent.
 
     Raises:
-        LayoutError: a layout that no number of ranks fits, or that is not built.
+        LayoutError: a layout that no number of ranks fits.
 
     >>> [str(layout) for layout in choose_layouts(["zero_stage=3"], 3, LayoutSection())]
     ['dp_shard=2,zero_stage=3', 'dp_shard=3,zero_stage=3']
@@ -106,7 +105,6 @@ def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -
     layouts = []
     for text in texts:
         section = LayoutSection.model_validate(sizes | parse_layout(text))
-        _check_degrees(section)
         layouts += _fitting(text, section, most_ranks)
     return list(dict.fromkeys(layouts))
 
@@ -117,11 +115,6 @@ def _data_layouts(ranks: int) -> list[Layout]:
         if ranks % shard == 0:
             layouts += [Layout(dp_replicate=ranks // shard, dp_shard=shard, zero_stage=stage) for stage in (1, 2, 3)]
     return layouts
-
-
-def _check_degrees(section: LayoutSection) -> None:
-    """Refuse what is not built before counting ranks for it."""
-    check_built(Layout(tp=section.tp, pp=section.pp, cp=section.cp, ep=section.ep))
 
 
 def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]:

@@ -14,6 +14,7 @@ from shardwright.config import Recipe
 from shardwright.config.schema import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
+from shardwright.placement import check
 from shardwright.plan import BatchPlan
 from shardwright.train.preflight import match_frozen
 from shardwright.verify.cases import Case, Dtype
@@ -166,6 +167,8 @@ def verify(
         InputError: the model or a layout cannot be run at all.
     """
     shape.check_sequence_length(sequence_length)
+    for layout in layouts:
+        check(shape, layout, sequence_length)
     report = Report(shape, sequence_length)
     frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]) if recipe.model.freeze else frozenset()
     base = Problem(

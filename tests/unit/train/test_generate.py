@@ -14,6 +14,7 @@ from shardwright.architecture import read_config
 from shardwright.data.tokenize import train_bpe
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.errors import InputError, TokenizerError
+from shardwright.model.cuts import WHOLE
 from shardwright.model.decoder import Decoder
 from shardwright.model.init import initialise
 from shardwright.train.generate import Sampling, choose, complete, generate
@@ -239,6 +240,11 @@ class Scripted:
         self.shape = read_config(CONFIG | {"vocab_size": 300, "max_position_embeddings": 200})
         self.compute_dtype = None
         self.head_weight = torch.eye(300)
+
+        self.cuts = WHOLE
+
+    def output(self, hidden_BTD: torch.Tensor, labels_BT: None, *, cached: bool) -> torch.Tensor:
+        return hidden_BTD
 
     def hidden(self, input_ids_BT: torch.Tensor, cache: Any) -> torch.Tensor:
         cache.length += input_ids_BT.shape[1]
