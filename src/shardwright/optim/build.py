@@ -35,6 +35,8 @@ def build_optimizer(
         members = [(name, parameter) for name, parameter in named if (parameter.ndim >= 2 and not name.endswith("bias")) == decayed]
         if members:
             groups.append({"params": members, "weight_decay": decay})
+    if not groups:  # a pipeline rank whose stages are frozen
+        groups.append({"params": [], "weight_decay": 0.0})
     implementation = choose_implementation([parameter for _, parameter in named])
     if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in named):
         implementation = {"foreach": True}  # torch's fused SGD, unlike its fused AdamW, refuses DTensors

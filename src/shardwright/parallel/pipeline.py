@@ -92,7 +92,8 @@ class Pipeline:
         self.deferral = WeightGradients()
         self.observe: Observer | None = None
         self._planned: dict[int, tuple[Step, ...]] = {}
-        if splits_backward(layout.schedule):
+        self.splits_backward = splits_backward(layout.schedule)
+        if self.splits_backward:
             for found in decoder.modules():
                 if isinstance(found, Linear):
                     found.deferral = self.deferral
@@ -196,14 +197,21 @@ class _Walk:
         """What the next stage (after F) or the one before (after B and I) waits for; None where there is none."""
         if action.kind == "F":
             return self._forward(action, received)
-        # Stages 2 and 3 reduce every micro-batch; I leaves half of its gradients to W, which reduces both.
+        # Stages 2 and 3 reduce every micro-batch; I leaves half of its gradients to W, after which both are reduced.
         reduces = ends or (action.kind != "I" and self.pipeline.layout.zero_stage >= 2)
-        if self.pipeline.set_reduces is not None:
-            self.pipeline.set_reduces(reduces)
+        splits = self.pipeline.splits_backward
+        self._set_reduces(reduces and not splits)
         if action.kind == "W":
-            self._weights(action)
-            return None
-        return self._backward(action, received)
+            for product in self.products.pop((action.stage, action.micro_batch)):
+                product.add()
+            self._take_up()
+            made = None
+        else:
+            made = self._backward(action, received)
+        if reduces and splits:
+            self._set_reduces(True)
+            self._take_up()
+        return made
 
     def _forward(self, action: Action, hidden_BSD: Tensor | None) -> Tensor | None:
         stage = self.pipeline.stages[action.stage]
@@ -240,9 +248,15 @@ class _Walk:
         if output.requires_grad:  # a first stage may be frozen altogether
             output.backward(gradient)
 
-    def _weights(self, action: Action) -> None:
-        for product in self.products.pop((action.stage, action.micro_batch)):
-            product.add()
+    def _set_reduces(self, reduces: bool) -> None:
         if self.pipeline.set_reduces is not None:
-            # FSDP2 has taken no notice of these gradients: it reduces them here, or widens them to the precision of its sums.
+            self.pipeline.set_reduces(reduces)
+
+    def _take_up(self) -> None:
+        """Have FSDP2 look at all gradients that lie here: reduce them if it is to, else widen them to the precision of its sums.
+
+        Where a backward is split it must widen before it reduces: what I made has been widened when W comes, and one reduction
+        takes gradients of one dtype.
+        """
+        if self.pipeline.set_reduces is not None:
             self.pipeline.module(nothing=torch.zeros((), requires_grad=True, device=self.pipeline.device)).backward()

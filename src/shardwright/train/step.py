@@ -171,7 +171,7 @@ def update(
     """
     loss_scale = 1.0 if scaler is None else scaler.scale
     gradients = model.gradients()
-    norm = global_norm(model.counted_gradients(), model.sum_over, stage_axes=model.stage_axes) / loss_scale
+    norm = global_norm(model.counted_gradients(), model.sum_over, stage_axes=model.stage_axes, device=model.device) / loss_scale
     gradient_norm = float(norm)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
