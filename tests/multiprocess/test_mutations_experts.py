@@ -44,6 +44,7 @@ BUGS = [
     Bug(m.router_losses_scaled_by_accumulation, MIXTRAL, EP, LOSSES, "gradient"),
     Bug(m.router_losses_scaled_by_ranks, MIXTRAL, EP, LOSSES, "gradient"),
     Bug(m.balance_of_the_own_tokens, MIXTRAL, EP_OF_CONTEXT, LOSSES, "gradient"),
+    Bug(m.router_losses_counted_by_every_tensor_rank, MIXTRAL, Layout(tp=2), LOSSES, "gradient"),
     Bug(m.recompute_counts_twice, MIXTRAL, EP, LOSSES, "routers"),
     Bug(m.capacity_by_logits, MIXTRAL, EP, CAPACITY, "gradient"),
     Bug(m.capacity_of_the_own_tokens, MIXTRAL, EP_OF_CONTEXT, CAPACITY, "gradient"),

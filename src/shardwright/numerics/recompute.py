@@ -31,8 +31,13 @@ _KEPT: frozenset[Any] = frozenset(
 cheap to run again and hold the larger part of the bytes."""
 
 
+_KEPT_BY_NAME = frozenset({"shardwright::grouped_product"})
+"""Our own products, which register themselves when the model's room is imported."""
+
+
 def _policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operation in _KEPT or operation.name() in _KEPT_BY_NAME
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_runner(kind: RecomputeKind) -> Runner | None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.architecture import ModelShape
 from shardwright.layout import Layout
@@ -79,7 +80,7 @@ class ExpertExchange:
         sent_Pe = counts_E.view(self.degree, -1).contiguous()
         received_Pe = torch.empty_like(sent_Pe)
         dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)
-        send, receive = torch.stack([sent_Pe.sum(1), received_Pe.sum(1)]).tolist()
+        send, receive = _row_counts(sent_Pe, received_Pe, rows_MD.shape[0])
         journey = _Journey(self.group, send, receive)
         travelling_RD = _Issue.apply(rows_MD, journey)
         done = None if meanwhile is None else meanwhile()
@@ -116,6 +117,16 @@ class ExpertExchange:
         whole_BTK = torch.empty_like(parts.transpose(0, 1).flatten(1, 2))
         whole_BTK[:, places.flatten()] = parts.transpose(0, 1).flatten(1, 2)
         return whole_BTK
+
+
+def _row_counts(sent_Pe: Tensor, received_Pe: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+    """Rows to and from each rank, read on the host. A rehearsal's fake tensors hold no numbers: there, loads are even."""
+    if isinstance(sent_Pe, FakeTensor):
+        degree = sent_Pe.shape[0]
+        even = [num_rows * (rank + 1) // degree - num_rows * rank // degree for rank in range(degree)]
+        return even, [even[0]] * degree
+    send, receive = torch.stack([sent_Pe.sum(1), received_Pe.sum(1)]).tolist()
+    return send, receive
 
 
 def _inverse(order_R: Tensor) -> Tensor:

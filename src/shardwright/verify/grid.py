@@ -195,8 +195,10 @@ def refusal_of(shape: ModelShape, layout: Layout) -> str | None:
 
 
 def _fitted(case: Case, layout: Layout, shape: ModelShape) -> Case:
-    """The case for this model and layout: a pipeline needs micro-batches to be one."""
+    """The case for this model and layout: pipelines need micro-batches; experts are balanced, bounded, both or neither."""
     case = replace(case, tied=shape.tied_embeddings)
+    if shape.experts is not None:
+        case = replace(case, router_losses=case.documents, capacity_factor=0.8 if case.recompute == "selective" else None)
     return case if layout.pp == 1 else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
 
 

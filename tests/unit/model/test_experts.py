@@ -44,24 +44,36 @@ def mixtures(decoder: Decoder) -> list[MixtureOfExperts]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("widths", [(16, 24), (6, 10)], ids=["aligned", "not-aligned"])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 9], [0, 0, 0, 0]], ids=str)
-def test_grouped_products_are_products_one_by_one(dtype: torch.dtype, widths: tuple[int, int], counts: list[int]) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products_are_products_one_by_one(
+    dtype: torch.dtype, widths: tuple[int, int], counts: list[int], transposed: bool
+) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(counts), widths[0], generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(4, *widths, generator=generator).to(dtype).requires_grad_()
-    out = grouped_product(x, weight, torch.tensor(counts))
+    size = (4, *widths[::-1]) if transposed else (4, *widths)
+    weight = torch.randn(size, generator=generator).to(dtype).requires_grad_()
+    out = grouped_product(x, weight, torch.tensor(counts), transposed=transposed)
     assert out.shape == (sum(counts), widths[1])
     gradient = torch.randn(out.shape, generator=generator).to(dtype)
     out.backward(gradient)
     rows, start = [], 0
     for expert, count in enumerate(counts):
+        matrix = weight.detach()[expert].T if transposed else weight.detach()[expert]
         part, sent = x.detach()[start : start + count], gradient[start : start + count]
-        rows.append(part @ weight.detach()[expert])
+        rows.append(part @ matrix)
         assert x.grad is not None
         assert weight.grad is not None
-        torch.testing.assert_close(x.grad[start : start + count], sent @ weight.detach()[expert].T)
-        torch.testing.assert_close(weight.grad[expert], part.T @ sent)
+        torch.testing.assert_close(x.grad[start : start + count], sent @ matrix.T)
+        torch.testing.assert_close(weight.grad[expert], sent.T @ part if transposed else part.T @ sent)
         start += count
     torch.testing.assert_close(out.detach(), torch.cat(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_grouped_products_are_an_operation_that_compilers_and_rehearsals_know(dtype: torch.dtype) -> None:
+    x = torch.randn(9, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 24, 16, dtype=dtype, requires_grad=True)
+    torch.library.opcheck(torch.ops.shardwright.grouped_product.default, (x, weight, torch.tensor([3, 0, 5, 1]), True))
 
 
 def test_rows_travel_to_their_slots_and_back() -> None:
