@@ -1,0 +1,151 @@
+"""`shardwright plan`: tables, JSON, growth, reasons, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.cli.main import run
+from shardwright.config import load_recipe
+from shardwright.config.load import validate_recipe
+from shardwright.errors import ExitCode, LayoutError, RecipeError
+from shardwright.layout import resolve_layout
+from shardwright.planner.automatic import choose_layout, cluster_of
+from tests.unit.planner import models
+
+RECIPE: dict[str, Any] = {
+    "name": "thirteen",
+    "model": {"config": models.LLAMA2_13B},
+    "data": {"sources": "nowhere"},
+    "training": {"sequence_length": 4096, "global_batch_size": 64, "max_steps": 100, "learning_rate": 1e-5},
+    "precision": "bf16",
+}
+A100 = ["--cluster", "8xA100-80GB"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(RECIPE), encoding="utf-8")
+    return path
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_best_layouts_of_a_13b_on_eight_gpus(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(recipe), *A100, "--top", "5", "--json"]) == ExitCode.DONE
+    answer = told(capsys)
+    assert answer["schema_version"] == 1
+    assert [layout["fits"] for layout in answer["layouts"]] == [True] * 5
+    speeds = [layout["tokens_per_second"] for layout in answer["layouts"]]
+    assert speeds == sorted(speeds, reverse=True)
+    chosen = answer["chosen"]
+    assert chosen["tokens_per_second"] >= speeds[0] / 1.03
+    assert chosen["memory_bytes"]["total"] <= chosen["memory_bytes"]["capacity"]
+    parts = chosen["step_seconds"]
+    exposed = sum(value for part, value in parts.items() if part != "total" and not part.startswith("hidden_"))
+    assert exposed == pytest.approx(parts["total"])
+    assert chosen["days"] == pytest.approx(100 * parts["total"] / 86400)
+    assert chosen["gpu_hours"] == pytest.approx(100 * parts["total"] * 8 / 3600)
+
+
+def test_textbook_layouts_that_do_not_fit_say_why_and_what_would_help(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["plan", str(recipe), *A100, "--json"])
+    rejected = {entry["name"]: entry for entry in told(capsys)["rejected"]}
+    assert {"one GPU", "DDP"} <= set(rejected)
+    num = 13_015_864_320
+    assert rejected["DDP"]["needed_bytes"] > 16 * num
+    assert rejected["DDP"]["reason"].startswith("needs ")
+    assert "zero_stage" in rejected["DDP"]["change"]
+    assert rejected["DDP"]["changed"]["fits"]
+
+
+def test_tables_fit_eighty_columns(recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["plan", str(recipe), *A100, "--gpus", "4,8,16", "--explain"]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    for words in ("layouts that fit", "memory per GPU, GiB", "seconds of a step", "rejected", "growth", "why", "chosen: "):
+        assert words in text
+    assert "Low-rank adapters (rank 16)" in text
+
+
+def test_adapters_and_other_precisions_can_be_asked_for(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["plan", str(recipe), *A100, "--json", "--top", "1"])
+    full = told(capsys)["layouts"][0]
+    run(["plan", str(recipe), *A100, "--json", "--top", "1", "--lora", "16"])
+    lora = told(capsys)["layouts"][0]
+    run(["plan", str(recipe), "--cluster", "8xH100-80GB", "--json", "--top", "1", "--precision", "fp8"])
+    fp8 = told(capsys)["layouts"][0]
+    assert lora["tokens_per_second"] > full["tokens_per_second"]
+    assert lora["adapter"]["rank"] == 16
+    assert not fp8["runnable"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cluster", "8xH10-80GB"], "nearest: "),
+        (["--cluster", "8xA100-80GB", "--nodes", "2", "--link", "ib4000"], "this link is not in the catalogue"),
+        (["--cluster", "8xA100-80GB", "--precision", "int3"], "not a precision"),
+        (["--cluster", "8xA100-80GB", "--precision", "fp8"], "no units for fp8"),
+        (["--cluster", "8xA100-80GB", "--gpus", "eight"], "numbers of GPUs are wanted"),
+        (["--cluster", "8xA100-80GB", "--gpus", "12"], "allowed: 8 or 16"),
+        (["--cluster", "8xA100-80GB", "--quantised"], "Give --lora RANK"),
+        (["--cluster", "8xA100-80GB", "--set", "model.config.num_attention_heads=null"], "num_attention_heads"),
+    ],
+)
+def test_wrong_input_is_told_with_what_would_be_right(
+    recipe: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(recipe), *words]) == ExitCode.WRONG_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_without_its_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {key: value for key, value in models.LLAMA2_13B.items() if key != "vocab_size"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(RECIPE | {"model": {"config": config}}), encoding="utf-8")
+    assert run(["plan", str(path), *A100]) == ExitCode.WRONG_INPUT
+    assert "model.config.vocab_size" in capsys.readouterr().err
+
+
+def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(recipe), "--cluster", "2xA100-40GB"]) == ExitCode.WRONG_INPUT
+    error = capsys.readouterr().err
+    assert "nothing fits on 2xA100-40GB" in error
+    assert "of these GPUs would do" in error
+
+
+def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
+    recipe = validate_recipe(RECIPE | {"layout": "auto", "cluster": "8xA100-80GB"})
+    assert recipe.layout.auto
+    assert recipe.cluster is not None
+    with pytest.raises(LayoutError, match="not chosen yet"):
+        resolve_layout(recipe.layout, 8)
+    chosen, prediction = choose_layout(recipe, cluster_of(recipe.cluster, 8), 8)
+    assert not chosen.layout.auto
+    layout = resolve_layout(chosen.layout, 8)
+    assert layout == prediction.candidate.layout
+    assert chosen.recompute == prediction.candidate.recompute
+    assert chosen.training.micro_batch_size == prediction.candidate.micro_batch_size
+    assert prediction.candidate.runnable
+
+
+def test_layout_auto_keeps_what_the_recipe_says() -> None:
+    training = RECIPE["training"] | {"micro_batch_size": 1}
+    recipe = validate_recipe(RECIPE | {"layout": "auto", "recompute": "full", "training": training})
+    chosen, _ = choose_layout(recipe, cluster_of(validate_recipe(RECIPE | {"cluster": "8xA100-80GB"}).cluster, 8), 8)  # type: ignore[arg-type]
+    assert (chosen.training.micro_batch_size, chosen.recompute) == (1, "full")
+
+
+def test_layout_auto_and_degrees_contradict_each_other(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="`auto` chooses `tp` itself"):
+        validate_recipe(RECIPE | {"layout": {"auto": True, "tp": 2}})
+    assert load_recipe(recipe, [], "auto").layout.auto

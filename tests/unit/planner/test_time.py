@@ -1,0 +1,112 @@
+"""Seconds: collectives by their formulas, products by shape, and the parts of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.errors import InputError
+from shardwright.hardware.profile import CollectiveRate, MatmulRate, MeasuredProfile
+from shardwright.layout import Layout
+from shardwright.planner import Candidate, Efficiency, predict
+from shardwright.planner.communication import Group, Network
+from shardwright.planner.compute import Rates
+from shardwright.planner.facts import ModelFacts
+from shardwright.planner.pipeline import StageSeconds, pipeline_of, simulate
+from shardwright.schedule import Times, build_schedule
+from shardwright.schedule import simulate as simulate_schedule
+from tests.unit.planner import models
+
+IDEAL = Efficiency(
+    matmul_share=1.0, m_half=0.0, n_half=0.0, k_half=0.0, memory_share=1.0, intra_share=1.0, inter_share=1.0,
+    collective_seconds=0.0, kernel_seconds=0.0, host_seconds=0.0, contention=0.0, step_seconds=0.0, straggler_share=0.0,
+)  # fmt: skip
+MIB = 2**20
+
+
+def test_collectives_within_a_node_follow_their_rings() -> None:
+    network = Network(models.cluster(8), IDEAL)  # 10 GB/s
+    group = Group(8, 1)
+    once = 64 * MIB * 7 / 8 / 1e10
+    assert network.all_gather(group, 64 * MIB) == pytest.approx(once, rel=1e-3)
+    assert network.reduce_scatter(group, 64 * MIB) == pytest.approx(once, rel=1e-3)
+    assert network.all_reduce(group, 64 * MIB) == pytest.approx(2 * once, rel=1e-3)
+    assert network.all_to_all(group, 64 * MIB) == pytest.approx(once, rel=1e-3)
+    assert network.send(group, 64 * MIB) == pytest.approx(64 * MIB / 1e10, rel=1e-3)
+    assert network.all_reduce(Group(1, 1), 64 * MIB) == 0.0
+
+
+def test_a_ring_over_nodes_crosses_on_as_many_links_as_it_has_members_there() -> None:
+    network = Network(models.cluster(8, per_node=4), IDEAL)  # 1 GB/s outwards
+    wide = network.all_gather(Group(8, 1), 64 * MIB)
+    narrow = network.all_gather(Group(2, 4), 64 * MIB)
+    assert wide == pytest.approx(64 * MIB / 2 / (4 * 1e9), rel=1e-3)
+    assert narrow == pytest.approx(64 * MIB / 2 / 1e9, rel=1e-3)
+
+
+def test_what_was_measured_is_preferred() -> None:
+    profile = MeasuredProfile(
+        "x", None, "2026", 2**30, 5e10, (MatmulRate("bf16", 256, 256, 256, 3e11),), (CollectiveRate("all_reduce", 4, 4, MIB, 0.5),)
+    )
+    cluster = replace(models.cluster(4), profile=profile)
+    assert Network(cluster, IDEAL).all_reduce(Group(4, 1), MIB) == 0.5
+    assert Rates(cluster, IDEAL, "bf16").product(512, 512, 512) == pytest.approx(2 * 512**3 / 3e11)
+    assert Rates(cluster, IDEAL, "bf16").moved(5e10) == 1.0
+
+
+def test_products_are_bound_by_rate_or_by_bytes() -> None:
+    rates = Rates(models.cluster(1), IDEAL, "bf16")
+    assert rates.product(4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e12)
+    assert rates.product(1, 4096, 4096) == pytest.approx(2 * (4096 + 4096**2 + 4096) / 1e11)
+
+
+def test_a_precision_without_units_is_refused() -> None:
+    with pytest.raises(InputError, match="no units for fp8"):
+        predict(models.shape("llama"), Candidate(Layout(), 128, precision="fp8"), models.cluster(1), IDEAL)
+
+
+def test_parts_add_up_and_hidden_traffic_is_not_among_them() -> None:
+    layout = Layout(tp=2, pp=2, dp_shard=2, zero_stage=3)
+    time = predict(models.shape("llama"), Candidate(layout, 128, 1, 4), models.cluster(8, per_node=4), Efficiency()).time
+    parts = (time.compute, time.tensor, time.pipeline, time.data, time.bubble, time.optimizer, time.overhead)
+    assert all(part > 0 for part in parts)
+    assert time.step == pytest.approx(sum(parts))
+    assert time.context == time.expert == 0.0
+
+
+def test_zero_bubble_schedules_wait_less_than_1f1b_and_interleaving_too() -> None:
+    shape, cluster = models.shape("llama"), models.cluster(2)
+
+    def bubble(schedule: str, virtual: int | None = None) -> float:
+        layout = Layout(pp=2, schedule=schedule, virtual_stages=virtual)
+        return predict(shape, Candidate(layout, 128, 1, 4), cluster, IDEAL).time.bubble
+
+    assert bubble("interleaved_1f1b", 2) < bubble("1f1b")
+    assert bubble("zb_h1") < bubble("1f1b")
+
+
+def test_long_schedules_are_what_a_whole_simulation_gives() -> None:
+    facts = ModelFacts(models.shape("llama"))
+    for schedule, virtual in (("gpipe", None), ("1f1b", None), ("zb_h1", None), ("interleaved_1f1b", 2), ("zbv", None)):
+        pipeline = pipeline_of(facts, Layout(pp=2, schedule=schedule, virtual_stages=virtual), 40, 128)
+        seconds = [StageSeconds(1.0 + 0.1 * i, 2.0 + 0.05 * i, 0.9) for i in range(len(pipeline.stages))]
+        times = Times(
+            tuple(s.forward for s in seconds),
+            tuple(s.backward - s.weight_gradient for s in seconds),
+            tuple(s.weight_gradient for s in seconds),
+            (0.05,) * (len(seconds) - 1),
+        )
+        whole = simulate_schedule(build_schedule(schedule, 2, 40, virtual), times).step_seconds
+        assert simulate(pipeline, seconds, 0.05) == pytest.approx(whole, rel=0.004)
+
+
+def test_accumulating_at_stage_2_reduces_more_often_than_at_stage_1() -> None:
+    shape, cluster = models.shape("llama"), models.cluster(4, per_node=2)
+
+    def traffic(stage: int) -> float:
+        layout = Layout(dp_shard=4, zero_stage=stage)  # type: ignore[arg-type]
+        time = predict(shape, Candidate(layout, 128, 1, 8), cluster, IDEAL).time
+        return time.data + time.hidden_data
+
+    assert traffic(1) < traffic(2) < traffic(3)
