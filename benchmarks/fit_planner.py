@@ -336,6 +336,7 @@ OTHERS = (
     ),
     # Sparse layers, by release of NeMo: grouped products, permutation and graphs came one after another.
     Parameter("frameworks", "megatron-core", "sparse_operations", 1.0, 6.0),
+    *(Parameter("features", f"nemo-{release}", "sparse_operations", 1.0, 25.0) for release in ("25.09", "25.11", "26.02")),
     Parameter("frameworks", "megatron-core", "expert_overlap", 0.01, 0.95),
     Parameter("frameworks", "megatron-core", "expert_share", 0.3, 1.0),
     *(
@@ -397,7 +398,8 @@ NANOTRON = {
     "hop_seconds": 5e-5,
     "host_seconds": 7e-5,
 }
-START = Efficiencies({"accelerators": {}, "frameworks": {"nanotron": NANOTRON}, "features": {}})
+LATENT = {"latent_experts": {"expert_overlap": 0.75}}  # three quarters of the traffic that the shape would have are not sent
+START = Efficiencies({"accelerators": {}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT})
 """Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from shardwright.hardware import Cluster, find_node, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Adapter, Candidate, Engine, Precision
 from shardwright.planner.frameworks import FRAMEWORKS, Framework, name_framework
-from shardwright.planner.named_models import shape_of_row
+from shardwright.planner.named_models import has_latent_experts, shape_of_row
 
 CONFIGURATION = (
     "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab",
@@ -304,6 +304,7 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
 def _features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
     named = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
     named.append("attention_sinks" if shape.attention_sinks else "")
+    named.append("latent_experts" if has_latent_experts(row["model_name"]) else "")
     named.append("power_limited" if "power limited" in row["gpu"] else "")
     named.append(f"nemo-{row['notes.release']}" if row["notes.release"] else "")
     return tuple(name for name in named if name)

@@ -174,6 +174,11 @@ _HYBRIDS = {
 }
 
 
+def has_latent_experts(name: str) -> bool:
+    """Whether experts take in and send a quarter of the model's width (LatentMoE of Nemotron 3 Super and Ultra)."""
+    return re.search(r"nemotron_?-?3_?-?(super|ultra)", name.lower()) is not None
+
+
 def shape_of_row(row: Mapping[str, str], *, tied: bool | None = None, expert_width: int | None = None) -> ModelShape:
     """The shape of a row's model: by name where the name is known, else by its columns.
 
