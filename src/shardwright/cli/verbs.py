@@ -44,6 +44,12 @@ def _verify() -> Callable[..., Any]:
     return verify_command
 
 
+def _evaluate() -> Callable[..., Any]:
+    from shardwright.cli.evaluate import evaluate_command
+
+    return evaluate_command
+
+
 def _generate() -> Callable[..., Any]:
     from shardwright.cli.generate import generate_command
 
@@ -104,6 +110,7 @@ VERBS = {
     "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
     "rehearse": Verb("Run a layout's real step on devices that do not exist.", _rehearse),
     "train": Verb("Train a recipe, on one process or many.", _train),
+    "evaluate": Verb("Let a trained model answer questions with known answers.", _evaluate),
     "generate": Verb("Continue a prompt with a trained model.", _generate),
     "export": Verb("Write a run as a Hugging Face folder.", _export),
     "report": Verb("Draw what happened in a run as one page.", _report),

@@ -1,0 +1,127 @@
+"""Exact match on questions with known answers: generate, cut the answer out of the text, compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.config.schema import Source
+from shardwright.data.chat import load_chat_template
+from shardwright.data.conversation import Unusable
+from shardwright.data.sources import Broken, identify, list_files, read_files
+from shardwright.data.supervision import Encoder
+from shardwright.data.tokenizer import Tokenizer
+from shardwright.errors import DataError
+from shardwright.model.decoder import Decoder
+from shardwright.train.folder import RunFolder
+from shardwright.train.generate import Sampling, complete
+from shardwright.train.source import ModelSource
+
+ANSWER = r"####\s*(.+)"
+"""How gsm8k marks the answer at the end of its reasoning (Cobbe et al. 2021, arXiv 2110.14168)."""
+_DROPPED = str.maketrans("", "", ",$ \t")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as the ids that the model is trained to continue, and the answer that is right; with its place."""
+
+    prompt_ids: tuple[int, ...]
+    expected: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a model said. `answer` is None where the pattern is not in it."""
+
+    question: Question
+    text: str
+    answer: str | None
+    stopped: str
+
+    @property
+    def correct(self) -> bool:
+        """Whether the answers are the same but for thousands separators, a currency sign, spaces and a final full stop."""
+        return self.answer is not None and normalise(self.answer) == normalise(self.question.expected)
+
+
+def find_answer(text: str, pattern: str) -> str | None:
+    """The last match of a pattern in a text: its first group, or all of it.
+
+    >>> find_answer("6 x 7 = 42. #### 42", ANSWER)
+    '42'
+    """
+    matches = list(re.finditer(pattern, text))
+    return None if not matches else matches[-1].group(1 if matches[-1].re.groups else 0).strip()
+
+
+def normalise(answer: str) -> str:
+    """The form in which answers are compared.
+
+    >>> normalise("$1,200."), normalise("Paris") == normalise("paris ")
+    ('1200', True)
+    """
+    return answer.translate(_DROPPED).removesuffix(".").casefold()
+
+
+def load_encoder(model: ModelSource, path: Path, tokenizer: Tokenizer) -> Encoder:
+    """What turns records into prompts as they were in training: through the chat template beside the model's tokenizer, if any.
+
+    Args:
+        path: of the model; a run's recipe says what its template was given.
+    """
+    run = RunFolder(path)
+    variables = run.load_recipe().data.template_variables if run.recipe.is_file() else {}
+    eos_token = None if tokenizer.eos_id is None else tokenizer.decode([tokenizer.eos_id])
+    return Encoder(tokenizer, load_chat_template(model.tokenizer_folder, None, variables, eos_token), "assistant")
+
+
+def read_questions(path: Path, encoder: Encoder, *, pattern: str = ANSWER, limit: int | None = None) -> list[Question]:
+    """The questions of a file in the order in which they stand.
+
+    Raises:
+        DataError: a record that cannot be read, is no question with a response, or whose response has no answer: a score over
+            fewer questions than the file holds would be another score.
+    """
+    source = Source(path=str(path))
+    files = identify(list_files([source], "questions"), [source], "questions")
+    found: list[Question] = []
+    for item in read_files(files):
+        if isinstance(item, Broken):
+            raise DataError(item.reason, field=f"{item.file}:{item.line}", remedy="Mend the record, or take it out")
+        if item.canonical == "text":
+            raise DataError("plain text holds no questions", field=str(path), allowed="pairs, completions or conversations")
+        where = f"{item.file}:{item.line}"
+        try:
+            prompted = encoder.prompt(item.canonical, item.text)
+        except Unusable as error:
+            raise DataError(str(error), field=where) from error
+        expected = find_answer(prompted.response, pattern)
+        if expected is None:
+            raise DataError("the response has no answer of this form", field=where, got=prompted.response[-80:], allowed=pattern)
+        found.append(Question(tuple(prompted.prompt_ids), expected, item.file, item.line))
+        if len(found) == limit:
+            break
+    if not found:
+        raise DataError("no questions", field=str(path))
+    return found
+
+
+def answer_questions(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    *,
+    stop_ids: frozenset[int],
+    pattern: str = ANSWER,
+    max_new_tokens: int = 256,
+) -> Iterator[Answered]:
+    """Each question answered by the likeliest tokens, in order."""
+    greedy = Sampling(temperature=0.0)
+    for question in questions:
+        completion = complete(decoder, tokenizer, question.prompt_ids, greedy, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+        yield Answered(question, completion.text, find_answer(completion.text, pattern), completion.stopped)
