@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwright.architecture import shape_of
 from shardwright.config.schema import PrecisionSection
@@ -19,7 +20,7 @@ from shardwright.verify.cases import Case
 from shardwright.verify.matrix import verify
 from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.test_layouts import SEED, TOKENS, build
+from tests.multiprocess.test_layouts import SEED, TOKENS, build, distance, micro_batches
 
 METHODS = ("ring", "all_gather", "ulysses")
 PLAIN = Case(accumulation=1, documents=False)
@@ -44,7 +45,8 @@ LONGROPE = {
     "original_max_position_embeddings": 8,
     "pad_token_id": 0,
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "mistral": MISTRAL, "gemma2": GEMMA2, "longrope": LONGROPE}
+EVEN = {**LLAMA, "intermediate_size": 28}
+MODELS = {"llama": LLAMA, "even": EVEN, "gpt2": GPT2, "qwen3": QWEN3, "mistral": MISTRAL, "gemma2": GEMMA2, "longrope": LONGROPE}
 
 
 class Cell(NamedTuple):
@@ -78,6 +80,9 @@ SOME = [
     cell("gemma2", "ring", SELECTIVE, zero_stage=1),
     cell("gemma2", "ulysses", PLAIN),
     cell("longrope", "ring", DOCUMENTS),
+    cell("even", "ring", DROPPING, tp=2),
+    cell("even", "ulysses", DROPPING, tp=2, sequence_parallel=False),
+    cell("even", "all_gather", DOCUMENTS, pp=2),
 ]
 LONG = [
     *(cell(model, method, case, zero_stage=2) for model in MODELS for method in METHODS for case in (PLAIN, SELECTIVE, DROPPING)),
@@ -85,6 +90,8 @@ LONG = [
     *(cell("llama", method, DOCUMENTS, dp_replicate=2, zero_stage=stage) for method in METHODS for stage in (0, 1, 3)),
     *(cell("llama", method, DOCUMENTS, dp_shard=2, zero_stage=stage) for method in METHODS for stage in (1, 2, 3)),
     *(cell("llama", method, DOCUMENTS, cp=4, zero_stage=stage) for method in METHODS for stage in (0, 3)),
+    *(cell("even", method, case, tp=2, zero_stage=3) for method in METHODS for case in (DOCUMENTS, DROPPING)),
+    *(cell("even", method, DOCUMENTS, pp=2) for method in METHODS),
 ]
 
 
@@ -134,6 +141,22 @@ def evaluated(layout: Layout) -> float:
     ids_BT = torch.arange(2 * TOKENS).view(2, TOKENS)
     with model.evaluating() as module:
         return float(model.sum_over_data(module(ids_BT, labels_BT=ids_BT).double()))
+
+
+def gradients_in(layout: Layout, kind: Any) -> dict[str, Tensor]:
+    """Every gradient of a step on two rows that all ranks share."""
+    model = build(layout, PrecisionSection(kind=kind))
+    accumulate_gradients(model, micro_batches(0), seed=SEED, step=0)
+    found = {name: model.full_gradient(name) for name, _ in model.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_rounds_no_more_than_one_process_does(ranks: RankPool, method: Any) -> None:
+    (exact,), (rounded,) = (ranks.run(1, gradients_in, Layout(), kind) for kind in ("fp32", "bf16"))
+    for got in ranks.run(2, gradients_in, Layout(cp=2, cp_method=method, zero_stage=3), "bf16"):
+        assert all(gradient.dtype == torch.float32 for gradient in got.values())
+        assert 1e-4 < distance(got, exact) < 1.5 * distance(rounded, exact)
 
 
 @pytest.mark.parametrize("method", METHODS)
