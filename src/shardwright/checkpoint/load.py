@@ -152,6 +152,19 @@ def load_checkpoint(
     return values
 
 
+def read_tensor(found: WholeCheckpoint, name: str) -> torch.Tensor:
+    """One whole tensor, joined from its slices, in this process alone.
+
+    Raises:
+        CheckpointError: a file that turned unreadable after it was hashed.
+    """
+    entry = found.manifest.tensors[name]
+    tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    with _Files(found.path) as files:
+        _fill(held_tensor(name, tensor), name, found.manifest, files)
+    return tensor
+
+
 def _fitting(ranks: Ranks, found: WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part]) -> dict[str, HeldTensor]:
     """What this rank holds, once all ranks' names, shapes and dtypes are found to be those of the checkpoint."""
     held: dict[str, HeldTensor] = {}

@@ -15,13 +15,14 @@ from types import FrameType
 
 from shardwright.errors import ExitCode, Preempted
 from shardwright.train.outcome import CONTROL_VARIABLE, STOP_NOTE, cause, read_outcomes
-from shardwright.train.signals import STOP_SIGNALS
+from shardwright.train.signals import STOP_SIGNALS, StopRequest
 
 
-def launch_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
+def launch_ranks(num_ranks: int, module: str, arguments: Sequence[str], stop: StopRequest | None = None) -> None:
     """Run `python -m module arguments...` as `num_ranks` ranks on this machine; returns when all have ended well.
 
-    Rank 0 shares this terminal; the output of the others goes to files, and their errors come back with their rank.
+    Rank 0 shares this terminal; the output of the others goes to files, and their errors come back with their rank. `stop` is told
+    of stop signals, which are passed on to the ranks.
 
     Raises:
         ShardwrightError: the one cause, where a rank failed.
@@ -52,7 +53,7 @@ def launch_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
         )
         statuses: dict[int, int] = {}
         ended_at: dict[int, float] = {}
-        with _environment(num_ranks, control), _passing_signals_on(control):
+        with _environment(num_ranks, control), _passing_signals_on(control, stop):
             try:
                 elastic_launch(config, sys.executable)("-m", module, *arguments)
             except ChildFailedError as error:
@@ -89,10 +90,12 @@ def _environment(num_ranks: int, control: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _passing_signals_on(control: Path) -> Iterator[None]:
+def _passing_signals_on(control: Path, stop: StopRequest | None) -> Iterator[None]:
     """Stop signals go to every rank that has left its process id; this process waits for them to save."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        if stop is not None:
+            stop.note(number)
         (control / STOP_NOTE).touch()  # read by ranks that have not left their process id yet
         for note in control.glob("rank-*.pid"):
             with suppress(ProcessLookupError, ValueError):

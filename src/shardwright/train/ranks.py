@@ -58,6 +58,11 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> RankEnvironment 
     return None
 
 
+def was_restarted() -> bool:
+    """Whether torchrun has started its ranks again after a loss: the run is there and goes on."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def _whole(source: Mapping[str, str], name: str) -> int:
     try:
         return int(source[name])

@@ -214,5 +214,8 @@ class Saver:
             state.scaler.load_state_dict(values["loss_scaler"])
         self.drift = [*values.get("drift", []), *({"step": state.step, **told.as_json()} for told in start.allowed)]
         self.speaker.write("resumed", step=state.step, path=str(found.path))
+        if found.refused:
+            lost = "; ".join(map(str, found.refused))
+            self._warn(f"fell back from {found.refused[0].path.name} to {found.path.name}: {lost}")
         if start.allowed:
             self._warn(f"allowed to differ from the run that saved: {'; '.join(map(str, start.allowed))}")

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.checkpoint.commit import BEST, LATEST, read_pointer, step_folders
-from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint
+from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint, read_tensor
 from shardwright.checkpoint.place import Place
 from shardwright.checkpoint.verify import WholeCheckpoint
 from shardwright.data.tokenize import load_tokenizer
@@ -115,7 +114,7 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
     return ModelSource(
         name=str(folder.path),
         shape=shape,
-        read=lambda name: read_whole(found, f"{MODEL_PREFIX}{name}"),
+        read=lambda name: read_tensor(found, f"{MODEL_PREFIX}{name}"),
         dtype=DTYPES[recipe.precision.kind],
         tokenizer_folder=folder.tokenizer,
         step=found.step,
@@ -147,21 +146,6 @@ def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:
         allowed=", ".join(["latest", "best", *map(str, steps)]) if steps else None,
         remedy=None if steps else f"{root} holds no checkpoint",
     )
-
-
-def read_whole(found: WholeCheckpoint, name: str) -> Tensor:
-    """One tensor of a checkpoint, joined from its slices."""
-    entry = found.manifest.tensors[name]
-    parts = []
-    for part in entry.slices:
-        with safe_open(found.path / part.file, framework="pt") as file:
-            parts.append((part.box, file.get_tensor(part.key)))
-    if len(parts) == 1:
-        return parts[0][1]
-    whole = torch.empty(entry.shape, dtype=parts[0][1].dtype)
-    for box, values in parts:
-        whole[tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))] = values
-    return whole
 
 
 def load_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -20,14 +20,16 @@ from shardwright.optim.schedules import batch_scale
 from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
 from shardwright.telemetry.exporters import check_exporters
 from shardwright.telemetry.speaker import Speaker, open_speaker
+from shardwright.train.elastic import Generation, run_generations
 from shardwright.train.folder import RunFolder
+from shardwright.train.forecast import forecast
 from shardwright.train.launch import launch_ranks
 from shardwright.train.logs import logging_to
 from shardwright.train.loop import Loop
 from shardwright.train.meeting import Meeting
 from shardwright.train.outcome import first_line, is_lost_peer
 from shardwright.train.preflight import Checked, check
-from shardwright.train.ranks import RankEnvironment, find_ranks
+from shardwright.train.ranks import RankEnvironment, find_ranks, was_restarted
 from shardwright.train.saving import ResumeFrom, Saver, changes_since, find_start
 from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks, wants_cuda
 from shardwright.train.signals import StopRequest, listening_for_stop
@@ -60,6 +62,7 @@ def train(
         )
     world_size = ranks.world_size if ranks else num_ranks or 1
     folder = RunFolder.of(recipe)
+    resume = resume or was_restarted()
     if ranks is None or ranks.speaks:
         folder.claim(resume=resume)
         check_exporters(recipe.run.sinks)
@@ -72,7 +75,18 @@ def train(
             path = Path(name) / "recipe.yaml"
             path.write_text(dump_recipe(recipe), encoding="utf-8")
             allowed = [word for name in allow_drift for word in ("--allow-drift", name)]
-            launch_ranks(world_size, "shardwright.train.worker", [str(path), *(["--resume"] if resume else []), *allowed])
+
+            def launch(generation: Generation) -> None:
+                words = [str(path), *allowed]
+                if resume or generation.number:
+                    words.append("--resume")
+                if generation.number:
+                    of = f"restart {generation.number} of at most {recipe.elastic.max_restarts}"
+                    words += ["--restart", f"{of}, {generation.world_size} ranks: {generation.after}"]
+                launch_ranks(generation.world_size, "shardwright.train.worker", words, stop)
+
+            with listening_for_stop() as stop:
+                run_generations(recipe, world_size, launch, stop)
     else:
         with listening_for_stop() as stop:
             train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, allow_drift=allow_drift, watching=watching)
@@ -81,7 +95,9 @@ def train(
 
 def write_folder(checked: Checked, folder: RunFolder) -> None:
     """Recipe, plan, model configuration and tokenizer: all that the run folder holds before the first step."""
-    folder.write(checked.recipe, checked.plan.as_dict(), checked.shape.to_config())
+    predicted = forecast(checked)
+    told = None if predicted is None else predicted.as_dict()
+    folder.write(checked.recipe, checked.plan.as_dict(), checked.shape.to_config(), told)
     checked.data.tokenizer.save(folder.tokenizer)
 
 
@@ -92,6 +108,7 @@ def train_rank(
     *,
     resume: bool = False,
     allow_drift: Sequence[str] = (),
+    restart: str | None = None,
     watching: Watching = nullcontext,
 ) -> None:
     """One rank, from joining the others to the last step."""
@@ -112,6 +129,8 @@ def train_rank(
             ) as speaker,
             logging_to(speaker, folder.log, rank=ranks.rank),
         ):
+            if restart and ranks.speaks:
+                speaker.write("warning", message=restart)
             if resume and start is None and ranks.speaks:
                 speaker.write("warning", message="the run ended before its first checkpoint: it begins again at step 0")
             _train(checked, ranks, device, speaker, meeting, folder, stop, start=start, began=began)

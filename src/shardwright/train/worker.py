@@ -1,4 +1,4 @@
-"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RECIPE [--resume] [--allow-drift FIELD]`."""
+"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RECIPE` and the options of `_parser`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-drift", action="append", default=[])
+    parser.add_argument("--restart", help="why the ranks were started again")
     return parser
 
 
@@ -35,7 +36,8 @@ def main() -> int:
             from shardwright.train.start import train_rank
 
             given = _parser().parse_args()
-            train_rank(load_recipe(given.recipe), ranks, stop, resume=given.resume, allow_drift=given.allow_drift)
+            recipe = load_recipe(given.recipe)
+            train_rank(recipe, ranks, stop, resume=given.resume, allow_drift=given.allow_drift, restart=given.restart)
         except BaseException as error:
             failure = error
     code = note_outcome(ranks.rank, failure)

@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 
 from shardwright.architecture import read_config
 from shardwright.checkpoint.boxes import Box
+from shardwright.checkpoint.load import read_tensor
 from shardwright.checkpoint.manifest import Manifest, Slice, TensorEntry
 from shardwright.checkpoint.verify import WholeCheckpoint
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.model.export import write_folder
-from shardwright.train.source import choose_device, choose_dtype, load_decoder, open_source, read_whole
+from shardwright.train.source import choose_device, choose_dtype, load_decoder, open_source
 from tests.unit.train.finished import ALPHABET, CONFIG, make_run, weights_at
 
 SHAPE = read_config(CONFIG)
@@ -113,7 +114,7 @@ def test_a_tensor_is_joined_from_its_slices(tmp_path: Path) -> None:
     save_file({"left": whole[3:, :1].contiguous(), "right": whole[3:, 1:].contiguous()}, tmp_path / "b.safetensors")
     slices = tuple(Slice("a.safetensors" if key == "top" else "b.safetensors", key, box) for key, box in boxes.items())
     manifest = Manifest(step=1, world_size=2, files={}, tensors={"model.w": TensorEntry("F32", (5, 4), slices)})
-    assert torch.equal(read_whole(WholeCheckpoint(tmp_path, manifest), "model.w"), whole)
+    assert torch.equal(read_tensor(WholeCheckpoint(tmp_path, manifest), "model.w"), whole)
 
 
 def test_devices_and_dtypes() -> None:

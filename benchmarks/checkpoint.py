@@ -1,0 +1,303 @@
+"""Saving and loading against plain writes of the same bytes, DCP and torch.save: python -m benchmarks.checkpoint [--publish].
+
+Two ranks hold float32 tensors cut by rows, as FSDP2 leaves them. All contenders run in the same processes, one after the other in
+every round, each into a fresh folder that is removed outside of its time; a time is that of the slower rank. Every writer brings
+its bytes to the device (fsync). Reads find their files in the page cache: they compare the work of the readers, not the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from benchmarks.conditions import read_conditions
+from shardwright.checkpoint.background import BackgroundSaver
+from shardwright.checkpoint.disk import LOCAL_DISK, HashedFile
+from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint.pieces import blocks
+from shardwright.checkpoint.save import save_checkpoint
+from shardwright.units import format_bytes
+from shardwright.verify.pool import RankPool
+
+RANKS, WIDTH = 2, 1024
+READERS = (1, 2, 4, 8)
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+
+Times = dict[str, float]
+"""Seconds: `total`, and `stall` where the caller may go on before the end."""
+
+
+def make_tensors(num_tensors: int, *, blank: bool = False) -> dict[str, DTensor]:
+    """Rows over all ranks; each tensor 4 MiB in all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    make = torch.zeros if blank else lambda *shape: torch.randn(*shape, generator=generator)
+    return {f"layer{n}.weight": distribute_tensor(make(WIDTH, WIDTH), mesh, [Shard(0)]) for n in range(num_tensors)}
+
+
+def write_plainly(folder: Path, tensors: dict[str, DTensor]) -> Times:
+    """This rank's bytes into one file, then fsync of file and folder: what the device gives."""
+    began = time.perf_counter()
+    descriptor = LOCAL_DISK.create(folder / f"plain-{dist.get_rank()}")
+    for tensor in tensors.values():
+        for block in blocks(tensor.to_local()):
+            LOCAL_DISK.write(descriptor, block)
+    LOCAL_DISK.sync(descriptor)
+    LOCAL_DISK.close(descriptor)
+    LOCAL_DISK.sync_folder(folder)
+    return {"total": time.perf_counter() - began}
+
+
+def write_hashed(folder: Path, tensors: dict[str, DTensor]) -> Times:
+    """The same with a SHA-256 on a second thread: what hashing costs by itself."""
+    began = time.perf_counter()
+    with HashedFile(folder / f"hashed-{dist.get_rank()}", LOCAL_DISK) as file:
+        for tensor in tensors.values():
+            for block in blocks(tensor.to_local()):
+                file.write(block)
+        file.finish()
+    LOCAL_DISK.sync_folder(folder)
+    return {"total": time.perf_counter() - began}
+
+
+def save_with_torch(folder: Path, tensors: dict[str, DTensor]) -> Times:
+    """torch.save of this rank's shards, then fsync."""
+    began = time.perf_counter()
+    with (folder / f"torch-{dist.get_rank()}.pt").open("wb") as file:
+        torch.save({name: tensor.to_local() for name, tensor in tensors.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    LOCAL_DISK.sync_folder(folder)
+    return {"total": time.perf_counter() - began}
+
+
+def save_with_dcp(folder: Path, tensors: dict[str, DTensor]) -> Times:
+    """DCP's own file writer, which fsyncs its files."""
+    began = time.perf_counter()
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+    return {"total": time.perf_counter() - began}
+
+
+class InBackground:
+    """Savers whose buffers and groups live as long as a run."""
+
+    def __init__(self) -> None:
+        self.saver = BackgroundSaver()
+        self.group = dist.new_group(backend="gloo")
+
+    def save(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
+        """shardwright's BackgroundSaver."""
+        began = time.perf_counter()
+        self.saver.save(folder, 1, tensors, {})
+        stall = time.perf_counter() - began
+        self.saver.wait()
+        return {"stall": stall, "total": time.perf_counter() - began}
+
+    def save_with_dcp(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
+        """DCP's async_save on a thread, in a group of its own."""
+        began = time.perf_counter()
+        writer = dcp.FileSystemWriter(folder, sync_files=True)
+        future: Any = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self.group)
+        stall = time.perf_counter() - began
+        future.result()
+        return {"stall": stall, "total": time.perf_counter() - began}
+
+
+def save_ours(folder: Path, tensors: dict[str, DTensor]) -> Times:
+    """shardwright, waited for."""
+    began = time.perf_counter()
+    save_checkpoint(folder, 1, tensors, {})
+    return {"total": time.perf_counter() - began}
+
+
+def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Times]]:
+    """Seconds of every contender and round, of the slower rank. The first round warms up and is not counted."""
+    background = InBackground()
+    contenders: dict[str, Callable[[Path, dict[str, DTensor]], Times]] = {
+        "plain": write_plainly,
+        "hashed": write_hashed,
+        "ours": save_ours,
+        "ours in the background": background.save,
+        "dcp": save_with_dcp,
+        "dcp async": background.save_with_dcp,
+        "torch.save": save_with_torch,
+    }
+    tensors = make_tensors(num_tensors)
+    measured: dict[str, list[Times]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, contender in contenders.items():
+            folder = Path(root) / f"{name}-{number}"
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            dist.barrier()
+            times = slowest(contender(folder, tensors))
+            if number:
+                measured[name].append(times)
+            dist.barrier()
+            if dist.get_rank() == 0 and not (number == rounds and name in ("plain", "ours", "dcp", "torch.save")):
+                shutil.rmtree(folder)
+    return measured
+
+
+def slowest(times: Times) -> Times:
+    """The larger time over ranks."""
+    told = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return dict(zip(times, told.tolist(), strict=True))
+
+
+def measure_loads(root: str, num_tensors: int, last: int, rounds: int) -> dict[str, list[Times]]:
+    """Reading back what the last round of saves left."""
+    tensors = make_tensors(num_tensors, blank=True)
+    buffers = {name: tensor.to_local() for name, tensor in tensors.items()}
+
+    def read_plainly() -> None:
+        with (Path(root) / f"plain-{last}" / f"plain-{dist.get_rank()}").open("rb", buffering=0) as file:
+            for local in buffers.values():
+                file.readinto(local.view(-1).view(torch.uint8).numpy().data)
+
+    def load_with_torch() -> None:
+        loaded = torch.load(Path(root) / f"torch.save-{last}" / f"torch-{dist.get_rank()}.pt", weights_only=True)
+        for name, local in buffers.items():
+            local.copy_(loaded[name])
+
+    contenders: dict[str, Callable[[], object]] = {
+        "plain": read_plainly,
+        "ours, every byte hashed": lambda: load_checkpoint(Path(root) / f"ours-{last}" / "step-00000001", tensors),
+        "dcp": lambda: dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(Path(root) / f"dcp-{last}")),
+        "torch.load": load_with_torch,
+    }
+    measured: dict[str, list[Times]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, contender in contenders.items():
+            dist.barrier()
+            began = time.perf_counter()
+            contender()
+            times = slowest({"total": time.perf_counter() - began})
+            if number:
+                measured[name].append(times)
+    return measured
+
+
+def measure_resharding(root: str, num_tensors: int, last: int, rounds: int) -> list[Times]:
+    """Loading the checkpoint of two ranks on this many."""
+    if not dist.is_initialized():
+        tensors: dict[str, Any] = {f"layer{n}.weight": torch.zeros(WIDTH, WIDTH) for n in range(num_tensors)}
+    else:
+        tensors = dict(make_tensors(num_tensors, blank=True))
+    measured = []
+    for number in range(rounds + 1):
+        began = time.perf_counter()
+        load_checkpoint(Path(root) / f"ours-{last}" / "step-00000001", tensors)
+        times = {"total": time.perf_counter() - began}
+        if number:
+            measured.append(slowest(times) if dist.is_initialized() else times)
+    return measured
+
+
+def measure(num_tensors: int, rounds: int, base: Path | None) -> dict[str, Any]:
+    """Everything, as JSON."""
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=base) as root, RankPool(timeout_seconds=550.0) as pool:
+        saves = pool.run(RANKS, measure_saves, root, num_tensors, rounds)[0]
+        loads = pool.run(RANKS, measure_loads, root, num_tensors, rounds, rounds)[0]
+        reshards = {n: pool.run(n, measure_resharding, root, num_tensors, rounds, rounds)[0] for n in READERS}
+    return {
+        "conditions": read_conditions(),
+        "ranks": RANKS,
+        "rounds": rounds,
+        "size_bytes": num_tensors * WIDTH * WIDTH * 4,
+        "load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)],
+        "saves": saves,
+        "loads": loads,
+        "resharding": {str(n): times for n, times in reshards.items()},
+    }
+
+
+def rows_of(measured: dict[str, list[Times]], size_bytes: int, *, stalls: bool) -> list[str]:
+    """A table: a row per contender, against the plain one."""
+    plain = statistics.median(times["total"] for times in measured["plain"])
+    lines = ["| | MiB/s, median (range) | share of plain | seconds |", "| --- | ---: | ---: | ---: |"]
+    if stalls:
+        lines = [lines[0] + " training stands still |", lines[1] + " ---: |"]
+    for name, rounds in measured.items():
+        totals = sorted(times["total"] for times in rounds)
+        middle = statistics.median(totals)
+        low, speed, high = (size_bytes / 2**20 / seconds for seconds in (totals[-1], middle, totals[0]))
+        line = f"| {name} | {speed:.0f} ({low:.0f} to {high:.0f}) | {plain / middle:.0%} | {middle:.3f} |"
+        if stalls:
+            stall = statistics.median(times.get("stall", times["total"]) for times in rounds)
+            line += f" {stall:.3f} s, {stall / middle:.1%} |"
+        lines.append(line)
+    return lines
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The page."""
+    conditions, size = result["conditions"], result["size_bytes"]
+    before, after = result["load_average"]
+    resharding = {n: statistics.median(times["total"] for times in rounds) for n, rounds in result["resharding"].items()}
+    return "\n".join(
+        [
+            "# Checkpoints: speed",
+            "",
+            f"Made by `python -m benchmarks.checkpoint --publish`, {conditions['date']}, commit {conditions['commit']}.",
+            f"{format_bytes(size)} of float32 in tensors of 4 MiB, cut by rows over {result['ranks']} ranks; {result['rounds']}",
+            "rounds after a first one that is not counted, contenders in turn.",
+            f"{conditions['processor']}, {conditions['cores']} cores; load average {before} before, {after} after: where it is",
+            "above the number of cores others were at work, and the numbers are worth a comparison within a table, no more.",
+            "",
+            "## Saving",
+            "",
+            "`plain` writes the same bytes with fsync; `hashed` adds a SHA-256 on a second thread, which every save of ours takes.",
+            "",
+            *rows_of(result["saves"], size, stalls=True),
+            "",
+            "## Loading",
+            "",
+            "From the page cache. Ours hashes every byte before it parses one; the others check nothing.",
+            "",
+            *rows_of(result["loads"], size, stalls=False),
+            "",
+            "## The same checkpoint, of two ranks, opened by others",
+            "",
+            "| ranks | seconds, median |",
+            "| ---: | ---: |",
+            *[f"| {n} | {seconds:.3f} |" for n, seconds in resharding.items()],
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, print, and with --publish write docs/benchmarks/checkpoints.{json,md}."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensors", type=int, default=128, help="of 4 MiB each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the device to measure; default the system's folder for temporary files")
+    parser.add_argument("--publish", action="store_true")
+    given = parser.parse_args()
+    result = measure(given.tensors, given.rounds, given.folder)
+    text = describe(result)
+    if given.publish:
+        (FOLDER / "checkpoints.json").write_text(json.dumps(result, indent=1) + "\n")
+        (FOLDER / "checkpoints.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A small run, what it comes to when it is left alone, and a way to run it into faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from shardwright.checkpoint.load import newest_checkpoint, read_tensor
+from shardwright.errors import ExitCode
+from shardwright.telemetry.events import read_events, surviving_steps
+from tests.faults.worker import MARKS, PLAN
+
+STEPS, BATCH = 12, 4
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps, saved every second one, in the background."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
+    sizes = {"hidden_size": 20, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 6, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.1}
+    told = {
+        "seed": 3,
+        "model": {"config": {"model_type": "llama"} | sizes | heads},
+        "tokenizer": {"kind": "character"},
+        "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
+        "training": {
+            "sequence_length": 16,
+            "global_batch_size": BATCH,
+            "gradient_accumulation_steps": 1,
+            "max_steps": STEPS,
+            "learning_rate": 1e-2,
+        },
+        "checkpoint": {"every_steps": 2, "keep_last": 3},
+        "run": {"device": "cpu", "timeout_seconds": 60.0},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(told))
+    return path
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(recipe: Path, tmp_path: Path) -> Run:
+    """`run(*words, faults=[...])`: train two ranks in `tmp_path/run`."""
+
+    def train(*words: str, faults: list[dict[str, Any]] | None = None, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+        marks = tmp_path / "marks"
+        marks.mkdir(exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps(faults or []), MARKS: str(marks)}
+        command = [sys.executable, "-m", "tests.faults.run", str(recipe), "--run-dir", str(tmp_path / "run"), *words]
+        command += ["--nproc", str(ranks)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT, check=False)
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def untroubled(recipe: Path) -> Path:
+    """The run that was left alone, on two ranks under ZeRO-3."""
+    folder = recipe.parent / "untroubled"
+    words = ["train", str(recipe), "--run-dir", str(folder), "--nproc", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shardwright", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    return folder
+
+
+def final_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint, weights and moments, whole."""
+    found = newest_checkpoint(folder / "checkpoints")
+    assert found is not None
+    assert found.step == STEPS
+    return {name: read_tensor(found, name) for name in found.manifest.tensors}
+
+
+def assert_same_end(folder: Path, other: Path) -> None:
+    """The oracle: the same bits at the end, and each sample of the surviving steps used exactly once."""
+    ours, theirs = final_state(folder), final_state(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    ledger = [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(folder))]
+    assert [seen for _, seen, _ in ledger] == [BATCH * step for step in range(1, STEPS + 1)]
+    assert ledger == [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(other))]

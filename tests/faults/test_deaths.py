@@ -1,0 +1,53 @@
+"""Faults 1 and 5: ranks that die in the forward pass, a collective, the optimizer and a save; the run starts them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import ExitCode
+from shardwright.telemetry.events import Resumed, RunStarted, Warned, read_events
+from tests.faults.conftest import Run, assert_same_end
+
+
+def death(rank: int, step: int, place: str) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "place": place, "signals": ["SIGKILL"]}
+
+
+def test_a_run_whose_ranks_die_everywhere_ends_with_the_same_bits(run: Run, untroubled: Path, tmp_path: Path) -> None:
+    faults = [
+        death(1, 3, "forward"),
+        death(0, 5, "collective"),
+        death(1, 7, "optimizer"),
+        death(1, 8, "save"),  # in the background, while step 9 is computed
+        death(0, 10, "publish"),  # after the checkpoint has its name, before `latest` names it
+    ]
+    done = run("--set", "elastic.max_restarts=5", faults=faults)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert len(list((tmp_path / "marks").iterdir())) == len(faults)
+    assert_same_end(tmp_path / "run", untroubled)
+    events = read_events(tmp_path / "run")
+    assert len(events.of(RunStarted)) == len(events.of(Resumed)) + 1 == len(faults) + 1
+    restarts = [event.message for event in events.of(Warned) if event.message.startswith("restart ")]
+    assert [message.partition(":")[0] for message in restarts] == [
+        f"restart {number} of at most 5, 2 ranks" for number in range(1, 6)
+    ]
+    assert all("was killed by SIGKILL" in message for message in restarts)
+
+
+def test_restarts_are_bounded_and_the_cause_is_told(run: Run, tmp_path: Path) -> None:
+    done = run("--set", "elastic.max_restarts=1", faults=[death(1, 1, "forward"), death(0, 2, "forward")])
+    assert done.returncode == ExitCode.RUN_FAILED
+    assert "rank 0 was killed by SIGKILL" in done.stderr
+    assert len(read_events(tmp_path / "run").of(RunStarted)) == 2
+
+
+def test_what_stays_lost_is_left_behind(run: Run, untroubled: Path, tmp_path: Path) -> None:
+    """The second rank dies before anything new is saved: the next generation is one rank, with the same global batch."""
+    words = ["--set", "elastic.max_restarts=1", "--set", "elastic.min_ranks=1"]
+    done = run(*words, "--set", "training.gradient_accumulation_steps=null", "--set", "training.micro_batch_size=2",
+               faults=[death(1, 1, "forward")])  # fmt: skip
+    assert done.returncode == ExitCode.DONE, done.stderr
+    starts = read_events(tmp_path / "run").of(RunStarted)
+    assert [event.world_size for event in starts] == [2, 1]
+    assert {event.global_batch_tokens for event in starts} == {64}
