@@ -3,7 +3,7 @@
 Every product of a block is cut in pairs: the first over its outputs (heads, features), the second over its inputs, so that two
 collectives a pair are enough in each direction. With the residual stream cut over tokens they are an all-gather before and a
 reduce-scatter after; without, an all-reduce on one side of each pass. The bytes sent are the same. What is cut how stands in
-`shardwright.placement`; parameters are plain tensors of this rank's shape (docs/decisions/0034-tensor-parallel-without-dtensor.md).
+`shardwright.placement`; parameters are plain tensors of this rank's shape (docs/decisions/0035-tensor-parallel-without-dtensor.md).
 
 Legend: B sequences, L tokens of this context rank, S tokens of the residual stream (L, or this rank's share of L), D hidden,
 V vocabulary rows of this rank, R ranks.
