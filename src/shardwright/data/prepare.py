@@ -70,7 +70,7 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
     saved = json.loads((folder / "records.json").read_text(encoding="utf-8"))
     records = _check_records(saved["records"], recipe)
     tokenizer = given if given is not None else load_tokenizer(folder / "tokenizer")
-    if recipe.data.chat_template is not None and template is not None and isinstance(tokenizer, FastTokenizer):
+    if template is not None and isinstance(tokenizer, FastTokenizer):
         tokenizer.chat_template = template.text
     stores: dict[Side, TokenStore] = {"train": open_tokens(folder, "train")}
     if (folder / "validation.json").is_file():

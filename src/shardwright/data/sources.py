@@ -35,6 +35,7 @@ FORMAT_OF_SUFFIX = {
     ".arrow": "arrow",
 }
 NUM_ROWS_LOOKED_AT = 64
+_TEXT_FIELD = Source.model_fields["text_field"].default
 COLUMNAR = ("parquet", "arrow")
 NOT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """What Hugging Face `datasets` writes beside the records."""
@@ -229,7 +230,8 @@ def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str)
         if not with_records and (source.columns or source.records not in ("auto", "text")):
             raise DataError("text files have no records", field=f"{where}.records", got=source.records, allowed="text or auto")
         rows = _first_rows(with_records)
-        records = recognise(rows, source.records, source.columns, source.text_field, where)
+        asked = "text" if source.records == "auto" and source.text_field != _TEXT_FIELD else source.records
+        records = recognise(rows, asked, source.columns, source.text_field, where)
         found += [file if file.format == "text" else replace(file, records=records) for file in mine]
     return tuple(found)
 

@@ -180,7 +180,7 @@ class CharacterTokenizer:
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 
-    `chat_template`: one that is not the folder's own and is saved with the tokenizer.
+    `chat_template`: the one that a recipe uses, saved with the tokenizer; None saves the folder's own, if it has one.
 
     Args:
         fast: taken over; truncation and padding that its file may ask for are switched off.

@@ -15,6 +15,7 @@ import yaml
 
 from shardwright.cli.data import data_command
 from shardwright.config import Recipe
+from shardwright.data.chat import load_chat_template
 from shardwright.data.dataset import IGNORED_LABEL, TokenDataset
 from shardwright.data.loader import step_micro_batches
 from shardwright.data.order import SampleOrder
@@ -235,6 +236,26 @@ def test_text_and_conversations_side_by_side(tmp_path: Path) -> None:
     assert learnt(prepared) == sorted(answers(CHATS) + tails)
     assert [source.records for source in prepared.report.sources] == ["messages", "text"]
     assert [source.num_documents for source in prepared.report.sources] == [40, 2]
+
+
+def test_a_named_text_field_asks_for_text(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.jsonl", *[record | {"body": f"the text {number}"} for number, record in enumerate(CHATS)])
+    assert prepare(chat_recipe(tmp_path, path)).report.sources[0].records == "messages"
+    assert prepare(chat_recipe(tmp_path, {"path": path, "text_field": "body"})).report.sources[0].records == "text"
+
+
+def test_a_trained_tokenizer_with_a_template_of_plain_words(tmp_path: Path) -> None:
+    """Turns end with the end-of-text token of the tokenizer that is trained on them."""
+    (tmp_path / "plain.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ':\\n' + m.content + (eos_token if m.role == 'assistant' else '\\n') }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+    )
+    path, template = write_records(tmp_path / "a.jsonl", *CHATS), str(tmp_path / "plain.jinja")
+    recipe = recipe_of(tmp_path, path, tokenizer={"kind": "bpe", "vocab_size": 300}, length=64, chat_template=template)
+    prepared = prepare(recipe)
+    assert learnt(prepared) == sorted(record["messages"][-1]["content"] + "<|endoftext|>" for record in CHATS)
+    prepared.tokenizer.save(tmp_path / "saved")
+    assert load_chat_template(tmp_path / "saved", None, {}, None) is not None
 
 
 def test_weighted_turns_as_llama_factory_has_them(tmp_path: Path, outside_data: Path) -> None:
