@@ -140,7 +140,11 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         stage = 3 if shard * section.cp > 1 else 0
     if (shard * section.cp) % section.ep:
         raise LayoutError(
-            f"ep = {section.ep} does not divide dp_shard x cp = {shard} x {section.cp} = {shard * section.cp}", field="layout.ep"
+            f"ep = {section.ep} does not divide dp_shard x cp = {shard} x {section.cp} = {shard * section.cp}",
+            field="layout.ep",
+            got=section.ep,
+            allowed=f"a divisor of {shard * section.cp}",
+            remedy=f"The nearest that works is ep={_nearest_divisor(shard * section.cp, section.ep)}",
         )
     return Layout(
         dp_replicate=replicate,
@@ -159,6 +163,15 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         max_gathers_in_flight=section.max_gathers_in_flight,
         bucket_size_bytes=section.bucket_size_bytes,
     )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` that is nearest to `wanted`; of two the smaller.
+
+    >>> _nearest_divisor(8, 3), _nearest_divisor(2, 3)
+    (2, 2)
+    """
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda divisor: (abs(divisor - wanted), divisor))
 
 
 def _share(remaining: int, given: int, wanted: str, other: str, world_size: int, model_degree: int) -> int:

@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-# Named in fully_shard's documentation (`shard_placement_fn`), but not exported from its package.
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-
 from shardwright.architecture.count import EXPERT_ROLES
+from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Stage
 from shardwright.model import Decoder
 from shardwright.model.decoder import Block
@@ -103,8 +102,23 @@ def _blocks_by_stage(decoder: Decoder, stages: Sequence[Stage] | None) -> list[l
     return [run for run in runs if run]
 
 
-def _place_experts(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
-    """Where a parameter is cut, as FSDP2 asks: experts over `efsdp`, all others as their block."""
+def _place_experts(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+    """Where a parameter is cut, as FSDP2 asks: experts over `efsdp`, all others as their block.
+
+    Raises:
+        LayoutError: this PyTorch's FSDP2 has one mesh per module.
+    """
+    # Named in fully_shard's documentation (`shard_placement_fn`), but not exported from its package; younger than FSDP2.
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError as error:
+        raise LayoutError(
+            f"FSDP2 of torch {torch.__version__} cannot cut experts over other ranks than their block",
+            field="layout.ep",
+            got=mesh.layout.ep,
+            allowed="1",
+            remedy="Install torch 2.13 or newer, or use zero_stage 0 with cp",
+        ) from error
     expert = {spec.name for spec in decoder.shape.parameters() if spec.role in EXPERT_ROLES}
     parameters = {parameter for name, parameter in decoder.named_parameters() if name in expert}
     efsdp = mesh.device_mesh("efsdp")
