@@ -28,6 +28,8 @@ class Adapter:
     rank: int
     roles: tuple[str, ...] = ("query", "key", "value", "qkv", "attention_out", "gate", "up", "gate_up", "down")
     quantised: bool = False
+    unquantised: tuple[str, ...] = ()
+    """Roles that stay in the compute precision where the rest is quantised (litgpt's fused queries, keys and values)."""
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
         return None
     quantised = row["task"] == "qlora" or bool(row["notes.quantization"])
     if row["notes.trainable"]:
-        return Adapter(rank=8, roles=_QUERY_VALUE, quantised=quantised)
+        return Adapter(rank=8, roles=_QUERY_VALUE, quantised=quantised, unquantised=("query", "key", "value"))
     return Adapter(rank=16, quantised=quantised)
 
 

@@ -146,6 +146,9 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
         if candidate.adapter.quantised:
             by_part = facts.held(layout)
             matrices = sum(layer.matrices * count for layer, count in zip(by_part.layers, load.layers, strict=True))
+            for kind, count in zip(facts.kinds, load.layers, strict=True):
+                whole = [product for product in kind.products if product.role in candidate.adapter.unquantised]
+                matrices -= count * sum(product.num_in * product.num_out for product in whole) / layout.tp
             matrices *= elements / held.whole
             frozen = (elements - matrices) * size + matrices * NF4_BYTES
         return frozen + (trained.shard if layout.zero_stage >= 1 else trained.whole) * candidate.master_bytes
