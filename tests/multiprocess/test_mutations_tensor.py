@@ -1,0 +1,101 @@
+"""Known wrong gradients of tensor parallelism are put back one at a time; the verifier must fail on each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.architecture import shape_of
+from shardwright.layout import Layout
+from shardwright.verify.cases import Case
+from shardwright.verify.cell import Mutation
+from shardwright.verify.matrix import Report, verify
+from tests.multiprocess import mutations_tensor as m
+from tests.multiprocess.models import GPT2, QWEN3, recipe_of
+from tests.multiprocess.mutations import nothing
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_tensor import HEADS
+from tests.multiprocess.test_tensor_loss import on_one_process, on_ranks
+from tests.reference.cases import CASES
+
+TP = Layout(tp=2)
+WHOLE_STREAM = Layout(tp=2, sequence_parallel=False)
+SHARED_HEADS = Layout(tp=4)
+ZERO = Layout(tp=2, dp_shard=2, zero_stage=2)
+
+PLAIN = Case(1, documents=False)
+ACCUMULATED = Case(2)
+DROPPING = Case(1, "full", dropout=True)
+QWEN = QWEN3 | {"intermediate_size": 28}
+OLMO = CASES["olmo2"]
+
+
+class Bug(NamedTuple):
+    """A mutation, the model and cell that must catch it, and the comparison that does."""
+
+    mutation: Mutation
+    config: dict[str, Any]
+    layout: Layout
+    case: Case
+    caught_by: str
+
+
+BUGS = [
+    Bug(m.loss_counts_every_rank, HEADS, TP, PLAIN, "loss"),
+    Bug(m.normalised_over_the_own_vocabulary, HEADS, TP, PLAIN, "gradient"),
+    Bug(m.head_without_its_backward_sum, HEADS, TP, PLAIN, "gradient"),
+    Bug(m.head_without_its_backward_sum, HEADS, WHOLE_STREAM, PLAIN, "gradient"),
+    Bug(m.norms_of_tokens_are_not_summed, HEADS, TP, PLAIN, "gradient"),
+    Bug(m.final_norm_is_not_summed, HEADS, ZERO, PLAIN, "gradient"),
+    Bug(m.summed_before_the_last_micro_batch, HEADS, TP, ACCUMULATED, "gradient"),
+    Bug(m.norms_on_heads_are_summed_with_tokens_only, QWEN, WHOLE_STREAM, PLAIN, "gradient"),
+    Bug(m.shared_key_value_heads_are_not_summed, HEADS, SHARED_HEADS, PLAIN, "gradient"),
+    Bug(m.statistics_of_the_own_heads, OLMO, TP, PLAIN, "gradient"),
+    Bug(m.bias_on_every_share, GPT2, TP, ACCUMULATED, "gradient"),
+    Bug(m.input_gradient_keeps_the_own_share, HEADS, WHOLE_STREAM, PLAIN, "gradient"),
+    Bug(m.input_gradient_keeps_the_own_share, HEADS, TP, PLAIN, "gradient"),
+    Bug(m.cut_parameters_taken_for_copies, HEADS, TP, PLAIN, "norm"),
+    Bug(m.copies_counted_by_every_rank, HEADS, TP, PLAIN, "norm"),
+    Bug(m.heads_number_themselves_locally, HEADS, TP, DROPPING, "gradient"),
+    Bug(m.tokens_number_themselves_locally, HEADS, TP, DROPPING, "gradient"),
+]
+
+
+def _verify(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, mutation: Mutation) -> Report:
+    recipe = recipe_of(config)
+    return verify(recipe, shape_of(recipe), [layout], [case], ["float64"], sequence_length=12, pool=ranks, mutation=mutation)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
+def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
+    report = _verify(ranks, bug.config, bug.layout, bug.case, bug.mutation)
+    (cell,) = report.cells
+    assert not report.passed
+    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
+    failed = {finding.quantity for finding in cell.findings if not finding.passed}
+    assert bug.caught_by in failed
+
+
+CELLS = {(bug.config["model_type"], str(bug.layout), str(bug.case)): bug for bug in BUGS}
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=lambda bug: f"{bug.config['model_type']}-{bug.layout}-{bug.case}")
+def test_without_a_bug_the_same_cells_pass(ranks: RankPool, cell: Bug) -> None:
+    report = _verify(ranks, cell.config, cell.layout, cell.case, nothing)
+    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
+
+
+def smoothed_wrongly() -> list[Tensor]:
+    """The loss and its gradients with bug 8."""
+    with m.smoothing_over_the_own_vocabulary():
+        return on_ranks(255, torch.float64, False, {"label_smoothing": 0.2})
+
+
+def test_the_losses_test_sees_smoothing_over_the_own_vocabulary(ranks: RankPool) -> None:
+    wanted = on_one_process(255, torch.float64, False, {"label_smoothing": 0.2})
+    for _, gradient, weight_gradient in ranks.run(2, smoothed_wrongly):
+        assert float((gradient - wanted[1]).norm() / wanted[1].norm()) > 1e-3
+        assert float((weight_gradient - wanted[2]).norm() / wanted[2].norm()) > 1e-3
