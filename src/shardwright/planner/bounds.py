@@ -31,6 +31,8 @@ class PipelineBound:
     forward: float
     backward: float
     layers: tuple[int, ...]
+    most: tuple[int, ...]
+    """Layers of each kind that none of their ranks goes above."""
     first: StageLoad
     """What the first rank has to hold (of several schedules: of one of them)."""
 
@@ -61,7 +63,7 @@ class PipelineBounds:
             best = max(best, self.num_micro_batches * mine + wait)
         forward = _through(costs.going, self.most) + costs.embedding
         backward = _through(costs.both, self.most) - _through(costs.going, self.most) + costs.embedding + costs.head
-        return PipelineBound(best, forward, backward, self.least, self.loads[0][0])
+        return PipelineBound(best, forward, backward, self.least, self.most, self.loads[0][0])
 
 
 def _ends(pipeline: PipelineShape) -> list[tuple[int, StageLoad]]:
@@ -83,6 +85,7 @@ def together(bounds: list[PipelineBound]) -> PipelineBound:
         max(bound.forward for bound in bounds),
         max(bound.backward for bound in bounds),
         tuple(map(min, zip(*(bound.layers for bound in bounds), strict=True))),
+        tuple(map(max, zip(*(bound.most for bound in bounds), strict=True))),
         bounds[0].first,
     )
 
@@ -93,14 +96,13 @@ def bound_data(predictor: Predictor, candidate: Candidate, costs: LayerCosts, bo
     step = StepCosts(predictor.facts, candidate, predictor.rates(candidate.precision), predictor.network, costs)
     alone = candidate.layout.pp == 1
     load = StageLoad(bound.layers, embedding=alone, head=alone)
-    exposed, _ = data_seconds(step, load, bound.forward * _MOST_MOVING, bound.backward * _MOST_MOVING)
-    moving = sum(count * (forward + backward) for (forward, backward), count in zip(step.moving, bound.layers, strict=True))
+    # Traffic hides behind passes, which moving weights makes longer.
+    forward = bound.forward + sum(map(mul, (pair[0] for pair in step.moving), bound.most))
+    backward = bound.backward + sum(map(mul, (pair[1] for pair in step.moving), bound.most))
+    exposed, _ = data_seconds(step, load, forward, backward)
+    moving = sum(map(mul, map(sum, step.moving), bound.layers))
     update = update_seconds(owned_elements(step, load), candidate, step.rates)
-    return exposed + candidate.gradient_accumulation_steps * moving + update
-
-
-_MOST_MOVING = 1.5
-"""Moving weights lengthens the passes that traffic hides behind, by less than half."""
+    return float(exposed + candidate.gradient_accumulation_steps * moving + update)
 
 
 def with_overhead(predictor: Predictor, seconds: float, num_gpus: int) -> float:

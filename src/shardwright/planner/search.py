@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, product
+from math import prod
 from typing import Any, NamedTuple
 
 from shardwright.config.schema import RecomputeKind
@@ -42,7 +43,7 @@ SAME_SHARE = 0.03
 """Layouts whose steps differ by less than this are as good as equal: predictions are no better, and fewer cuts are simpler."""
 
 
-PATIENCE = 400
+PATIENCE = 200
 """Choices that are opened after the fastest is known, for the rest of the table; after that only simpler ones as good as the
 best."""
 
@@ -122,12 +123,12 @@ class Found:
         return min(near, key=lambda prediction: (num_cuts(prediction.candidate), prediction.time.step))
 
 
-def num_cuts(candidate: Candidate) -> tuple[int, int, int]:
-    """How much a candidate is cut: axes of model parallelism in use, axes of data parallelism and ZeRO's stage, recomputation."""
+def num_cuts(candidate: Candidate) -> tuple[int, int, int, int]:
+    """How much a candidate is cut: axes of model parallelism in use, over how many ranks together, ZeRO's stage, recomputation."""
     layout = candidate.layout
-    model = sum(layout.degree(axis) > 1 for axis in ("pp", "tp", "cp", "ep"))
-    data = (layout.dp_replicate > 1) + (layout.dp_shard > 1)
-    return model, layout.zero_stage + data, ("none", "selective", "full").index(candidate.recompute)
+    degrees = (layout.pp, layout.tp, layout.cp, layout.ep)
+    model = sum(degree > 1 for degree in degrees)
+    return model, prod(degrees), layout.zero_stage, ("none", "selective", "full").index(candidate.recompute)
 
 
 def key_of(candidate: Candidate) -> tuple[int, ...]:
