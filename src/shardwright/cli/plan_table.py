@@ -67,13 +67,9 @@ def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
     if steps is not None:
         table.add_column("days", justify="right", no_wrap=True)
         table.add_column("GPU-h", justify="right", no_wrap=True)
-    for number, prediction in enumerate(found.layouts, 1):
-        table.add_row(*_layout_row(str(number), prediction, steps), style="bold green" if prediction is found.chosen else None)
-    if found.chosen is not None and not any(prediction is found.chosen for prediction in found.layouts):
-        table.add_row(*_layout_row("+", found.chosen, steps), style="bold green")
-    if found.stated is not None:
-        style = None if found.stated.fits else "red"
-        table.add_row(*_layout_row("=", found.stated, steps), style=style, end_section=True)
+    for number, prediction in _numbered(found):
+        style = "bold green" if prediction is found.chosen else None if prediction.fits else "red"
+        table.add_row(*_layout_row(number, prediction, steps), style=style)
     console.print()
     console.print(table)
     if found.chosen is not None:
@@ -85,6 +81,14 @@ def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
         console.print(f"=: {told}", highlight=False)
     if any(not prediction.candidate.runnable for prediction in found.layouts):
         console.print("*: predicted only; `train` cannot run it", highlight=False)
+
+
+def _numbered(found: Answer) -> list[tuple[str, Prediction]]:
+    """The layouts by number; `+` is the chosen one where it is not among them, `=` what the recipe says."""
+    rows = [(str(number), prediction) for number, prediction in enumerate(found.layouts, 1)]
+    if found.chosen is not None and not any(prediction is found.chosen for prediction in found.layouts):
+        rows.append(("+", found.chosen))
+    return rows + ([("=", found.stated)] if found.stated is not None else [])
 
 
 def _layout_row(number: str, prediction: Prediction, steps: int | None) -> list[str]:
@@ -104,10 +108,7 @@ def _show_parts(console: Console, found: Answer, title: str, columns: list[str],
     table.add_column("", justify="right")
     for column in columns:
         table.add_column(_SHORT.get(column, column), justify="right", no_wrap=True)
-    predictions = [(str(number), prediction) for number, prediction in enumerate(found.layouts, 1)]
-    if found.stated is not None:
-        predictions.append(("=", found.stated))
-    for number, prediction in predictions:
+    for number, prediction in _numbered(found):
         table.add_row(number, *row(prediction, columns), style="bold green" if prediction is found.chosen else None)
     console.print()
     console.print(table)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from shardwright.architecture import LayerShape, ModelShape, ParameterSpec
-from shardwright.architecture.count import EXPERT_ROLES, mean_visible_keys
+from shardwright.architecture.count import EXPERT_ROLES, matmul_parameters, mean_visible_keys
 from shardwright.layout import Layout, ParameterLayout, local_shape
 from shardwright.placement import TENSOR_CUTS, place
 
@@ -133,11 +133,13 @@ class ModelFacts:
                 per_kind[spec.layer] += spec.num_elements
         return rest + sum(kind.count * elements for kind, elements in zip(self.kinds, per_kind, strict=True))
 
-    def model_flops_per_token(self, sequence_length: int, document_tokens: int | None = None) -> float:
-        """As `ModelShape.flops_per_token`; packed documents count the keys that they see."""
-        if document_tokens is None or document_tokens >= sequence_length:
-            return self._flops(sequence_length)
-        return self._flops(document_tokens)
+    def model_flops_per_token(self, tokens: int, *, frozen: bool = False) -> float:
+        """As `ModelShape.flops_per_token` in documents of `tokens`. Frozen matrices take no gradient: 4 FLOPs an element, not 6."""
+        saved = 0.0
+        if frozen:
+            specs = self.shape.parameters()
+            saved = 2.0 * matmul_parameters(specs, tied=self.shape.tied_embeddings, active_share=self.shape.active_share)
+        return self._flops(tokens) - saved
 
     @lru_cache(maxsize=64)  # noqa: B019 - one per model, and models are few
     def _flops(self, sequence_length: int) -> float:

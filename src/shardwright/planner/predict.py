@@ -69,7 +69,8 @@ class Predictor:
         pipeline = self.pipeline(candidate)
         rates = self.rates(candidate.precision)
         costs = StepCosts(self.facts, candidate, rates, self.network, layer_costs)
-        flops = self.facts.model_flops_per_token(candidate.sequence_length, candidate.document_tokens)
+        tokens = min(candidate.sequence_length, candidate.document_tokens or candidate.sequence_length)
+        flops = self.facts.model_flops_per_token(tokens, frozen=candidate.adapter is not None)
         return Prediction(
             candidate=candidate,
             num_gpus=candidate.layout.world_size,
