@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Resumed, RunStarted, Warned, read_events
 from tests.faults.conftest import Run, assert_same_end
@@ -35,6 +37,7 @@ def test_a_run_whose_ranks_die_everywhere_ends_with_the_same_bits(run: Run, untr
     assert all("was killed by SIGKILL" in message for message in restarts)
 
 
+@pytest.mark.long
 def test_restarts_are_bounded_and_the_cause_is_told(run: Run, tmp_path: Path) -> None:
     done = run("--set", "elastic.max_restarts=1", faults=[death(1, 1, "forward"), death(0, 2, "forward")])
     assert done.returncode == ExitCode.RUN_FAILED

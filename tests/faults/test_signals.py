@@ -11,7 +11,7 @@ from shardwright.telemetry.events import Checkpoint, Preempted, Resumed, read_ev
 from tests.faults.conftest import Run, assert_same_end
 
 
-@pytest.mark.parametrize(("rank", "step", "place"), [(1, 4, "forward"), (0, 6, "save")])
+@pytest.mark.parametrize(("rank", "step", "place"), [(1, 4, "forward"), pytest.param(0, 6, "save", marks=pytest.mark.long)])
 def test_a_preempted_run_saves_once_and_goes_on(
     run: Run, untroubled: Path, tmp_path: Path, rank: int, step: int, place: str
 ) -> None:
