@@ -154,7 +154,8 @@ class _Sources:
         self._progress = progress
         data = recipe.data
         split = [] if self.validation else [data.validation_fraction, data.validation_split if data.validation_fraction else None]
-        self.key = key_of([fingerprint(self.training, self.root), fingerprint(self.validation, self.root), split])
+        owners = [file.source for file in self.training]  # the same files may be one source or several
+        self.key = key_of([fingerprint(self.training, self.root), fingerprint(self.validation, self.root), owners, split])
 
     def _find(self, sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
         here = localise(sources, self.root, field)

@@ -98,6 +98,16 @@ def test_a_recipe_mixes_its_sources(tmp_path: Path, packing: str) -> None:
     assert prepare(recipe_of(tmp_path, heavier, packing=packing)).content_hash != prepared.content_hash
 
 
+def test_the_same_files_as_one_source_and_as_two(tmp_path: Path) -> None:
+    """What was tokenised as one source does not stand in for two: nothing would say where the second begins."""
+    paths = [write_json_lines(tmp_path / "set" / f"{name}.jsonl", [name * 20] * 10) for name in "ab"]
+    together = prepare(recipe_of(tmp_path, str(tmp_path / "set"), packing="documents"))
+    assert [source.num_documents for source in together.report.sources] == [20]
+    weighted = [{"path": path, "weight": weight} for path, weight in zip(paths, (1, 3), strict=True)]
+    apart = prepare(recipe_of(tmp_path, weighted, packing="documents"))
+    assert [source.num_documents for source in apart.report.sources] == [10, 10]
+
+
 def test_weights_are_for_all_sources_or_none(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.txt", "text")
     document = recipe_of(tmp_path, [path]).model_dump(mode="json")
