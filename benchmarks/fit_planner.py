@@ -30,7 +30,7 @@ from shardwright.planner.published import predict_case
 from shardwright.units import GIB_BYTES
 
 FACTORS = (1.15, 1.08, 1.04)
-MOST_ROWS = 32
+MOST_ROWS = 100
 """Rows of one source that the search looks at, and no more than half: the others are held out."""
 
 

@@ -90,7 +90,7 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "llm-foundry": Framework(
-        Engine("llm-foundry", casts_at_use=True, gather_bytes=2.0, reduce_bytes=4.0),
+        Engine("llm-foundry", gather_bytes=2.0, reduce_bytes=4.0, logit_bytes=6.0),
         zero_stage=3,
     ),
     "torchtitan": Framework(
