@@ -27,6 +27,7 @@ class Product(NamedTuple):
     gradient_NO: Tensor
     transposed: bool
 
+    @torch.no_grad()
     def add(self) -> None:
         """Multiply, and add the result to the weight's gradient."""
         one, other = (self.x_NI, self.gradient_NO) if self.transposed else (self.gradient_NO, self.x_NI)
@@ -82,7 +83,8 @@ class _Linear(torch.autograd.Function):
         owner: _Owner = ctx.owner
         gradient = gradients[0]
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        x_NI, gradient_NO = x.flatten(0, -2), gradient.flatten(0, -2)
+        # Detached: of a matrix `flatten` gives itself, and what waits must not keep autograd's graph.
+        x_NI, gradient_NO = x.detach().flatten(0, -2), gradient.detach().flatten(0, -2)
         x_gradient = gradient @ (weight.t() if owner.transposed else weight) if wants_x else None
         bias_gradient = gradient_NO.sum(0) if wants_bias else None
         weight_gradient = None

@@ -24,7 +24,8 @@ def build(transposed: bool, bias: bool) -> nn.Sequential:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deferred_gradients_are_the_gradients(transposed: bool, recompute: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [(2, 4), (8,)])
+def test_deferred_gradients_are_the_gradients(transposed: bool, recompute: bool, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
     plain = build(transposed, bias=True)
     split, store = copy.deepcopy(plain), WeightGradients()
     for module in split.modules():
@@ -32,13 +33,14 @@ def test_deferred_gradients_are_the_gradients(transposed: bool, recompute: bool,
             module.deferral = store
     waiting = []
     for number in range(3):
-        x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
+        x = torch.randn(*rows, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
         one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
         plain(one).square().sum().backward()
         y = checkpoint(split, other, use_reentrant=False) if recompute else split(other)
         with store.deferring() as products:
             y.square().sum().backward()
         assert len(products) == 2
+        assert not any(product.x_NI.requires_grad or product.x_NI.grad_fn for product in products)
         assert torch.equal(one.grad, other.grad)
         waiting.append(products)
     assert split[0].weight.grad is None
@@ -47,6 +49,7 @@ def test_deferred_gradients_are_the_gradients(transposed: bool, recompute: bool,
             product.add()
     for (name, wanted), (_, got) in zip(plain.named_parameters(), split.named_parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad, msg=name)
+        assert not got.grad.requires_grad
 
 
 def test_outside_the_bracket_nothing_waits_and_frozen_weights_get_nothing() -> None:
