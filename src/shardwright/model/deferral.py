@@ -28,8 +28,13 @@ class Product(NamedTuple):
     transposed: bool
 
     @torch.no_grad()
+    @torch.no_grad()
     def add(self) -> None:
-        """Multiply, and add the result to the weight's gradient."""
+        """Multiply, and add the result to the weight's gradient.
+
+        Outside a backward pass autograd would watch: an input that was recomputed has a graph of its own, and the gradient would
+        keep it alive.
+        """
         one, other = (self.x_NI, self.gradient_NO) if self.transposed else (self.gradient_NO, self.x_NI)
         gradient = (one.t() @ other).to(self.weight.dtype)
         if self.weight.grad is None:
