@@ -1,0 +1,93 @@
+"""A real trained model (outside data) trains on under each cut with the losses of one process, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.config.load import parse_layout, validate_recipe
+from shardwright.data.loader import step_micro_batches
+from shardwright.data.order import SampleOrder
+from shardwright.layout import RankGrid
+from shardwright.optim import learning_rate_at
+from shardwright.train.preflight import check
+from shardwright.train.setup import build_state
+from shardwright.train.step import accumulate_gradients, update
+from tests.multiprocess.pool import RankPool
+
+pytestmark = pytest.mark.data
+
+STEPS = 20
+
+
+def recipe_of(folder: Path, layout: str, cache: Path) -> dict[str, Any]:
+    return {
+        "model": {"path": str(folder / "models" / "babyllama105")},
+        "data": {
+            "sources": [str(folder / "text" / "tinyshakespeare.txt")],
+            "packing": "documents",
+            "cache_dir": str(cache),
+        },
+        "training": {
+            "sequence_length": 128,
+            "global_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-3,
+            "warmup_steps": 5,
+            "max_steps": STEPS,
+            "weight_decay": 0.1,
+        },
+        "layout": parse_layout(layout),
+    }
+
+
+def losses(document: dict[str, Any]) -> list[float]:
+    """Training losses of the first steps, as the trainer computes them."""
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    checked = check(validate_recipe(document), world_size)
+    device = torch.device("cpu")
+    state = build_state(checked, device, lambda answer: answer)
+    recipe, batch = checked.recipe, checked.plan.batch
+    order = SampleOrder(recipe.seed, len(checked.data.train))
+    data_rank = RankGrid(checked.plan.layout).data_rank(rank)
+    found = []
+    for step in range(STEPS):
+        micro_batches = step_micro_batches(checked.data.train, order, batch, step, data_rank)
+        found.append(accumulate_gradients(state.model, micro_batches, seed=recipe.seed, step=step).mean())
+        rate = learning_rate_at(step, recipe.training, checked.total_steps, batch.global_batch_size)
+        update(state.model, state.optimizer, learning_rate=rate, max_grad_norm=recipe.training.max_grad_norm)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("babyllama")
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
+    return list(ranks.run(1, losses, recipe_of(outside_data, "", cache))[0])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_replicate=2",
+        "dp_shard=2,zero_stage=3",
+        "tp=2",
+        "tp=4",
+        "pp=2",
+        "cp=2,cp_method=ring",
+        "cp=2,cp_method=ulysses",
+        "tp=2,pp=2",
+    ],
+)
+def test_losses_are_those_of_one_process(ranks: RankPool, outside_data: Path, cache: Path, alone: list[float], layout: str) -> None:
+    num_ranks = 4 if layout == "tp=2,pp=2" else 2
+    assert alone[-1] < alone[0] - 0.3  # it learns, so agreeing is not standing still
+    for found in ranks.run(num_ranks, losses, recipe_of(outside_data, layout, cache)):
+        assert found == pytest.approx(alone, rel=1e-4)

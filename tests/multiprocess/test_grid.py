@@ -1,0 +1,41 @@
+"""Every cut, pair and product against one process: few cells that cover all pairs of properties here, all of them in the long suite."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.verify.grid import all_cells, covering
+from shardwright.verify.matrix import GridRow, verify_grid
+from tests.multiprocess.pool import RankPool
+
+EVERY_DAY_RANKS = 8
+
+
+def failures(rows: list[GridRow]) -> list[str]:
+    return [
+        f"{row.cell.model} {row.cell.layout} | {row.cell.case}: "
+        + (
+            row.result.failure
+            or "; ".join(f"{f.quantity}, {f.subject}: {f.error:.2e}" for f in row.result.findings if not f.passed)
+        )
+        for row in rows
+        if row.result is not None and not row.passed
+    ]
+
+
+def test_cells_in_which_any_two_properties_meet(ranks: RankPool) -> None:
+    cells = [cell for cell in all_cells(EVERY_DAY_RANKS) if cell.refusal is None]
+    rows = verify_grid(covering(cells), ranks, told=lambda _row: None)
+    assert not failures(rows)
+    assert len(rows) >= 30
+    assert {"dense", "tied", "moe"} == {row.cell.model for row in rows}
+
+
+@pytest.mark.long
+def test_every_cell(ranks: RankPool) -> None:
+    rows = verify_grid(all_cells(), ranks, told=lambda _row: None)
+    assert not failures(rows)
+    run = [row for row in rows if row.result is not None]
+    assert len(run) >= 300
+    # What is refused is refused for a reason that the recipe's own rule gives.
+    assert all(row.cell.refusal for row in rows if row.result is None)
