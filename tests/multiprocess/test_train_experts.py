@@ -1,4 +1,4 @@
-"""The `train` verb on a sparse model: experts over ranks give the curve of one process; loads are told; wrong recipes are refused."""
+"""The `train` verb on a sparse model: experts over ranks give the curve of one process, loads are told, wrong recipes refused."""
 
 from __future__ import annotations
 
