@@ -1,4 +1,4 @@
-"""Every cut, pair and product against one process: few cells that cover all pairs of properties here, all of them in the long suite."""
+"""Every cut, pair and product against one process: few cells that cover all pairs of properties, all of them in the long suite."""
 
 from __future__ import annotations
 
