@@ -15,6 +15,8 @@ from tests.multiprocess.models import GPT2, LLAMA, recipe_of
 from tests.multiprocess.pool import RankPool
 
 DEEP_LLAMA = LLAMA | {"num_hidden_layers": 5}
+LONG = pytest.mark.long
+"""Kin of those that always run."""
 DEEP_GPT2 = GPT2 | {"n_layer": 4}
 
 
@@ -46,9 +48,9 @@ def test_every_schedule_tied_with_dropout_and_recompute(ranks: RankPool, schedul
         Layout(pp=2, dp_replicate=2, schedule="zb_h1"),
         Layout(pp=2, dp_replicate=2, schedule="interleaved_1f1b"),
         *[
-            Layout(pp=2, dp_shard=2, zero_stage=stage, schedule=schedule)
+            pytest.param(Layout(pp=2, dp_shard=2, zero_stage=stage, schedule=schedule), marks=marks)
             for stage in (1, 2, 3)
-            for schedule in ("1f1b", "zb_h1", "zbv")
+            for schedule, marks in (("1f1b", LONG if stage < 3 else ()), ("zb_h1", ()), ("zbv", LONG if stage != 2 else ()))
         ],
         Layout(pp=2, dp_replicate=2, dp_shard=2, zero_stage=2, schedule="zbv"),
         Layout(pp=2, dp_replicate=2, dp_shard=2, zero_stage=3, schedule="interleaved_1f1b", wrap_blocks=2),
