@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.layout.context import ContextMethod, choose_context_method
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.facts import LayerKind, ModelFacts
 
@@ -43,6 +44,20 @@ class LayerActivations:
 def micro_batch_tokens(candidate: Candidate) -> int:
     """Tokens of one micro-batch on one rank."""
     return candidate.micro_batch_size * candidate.sequence_length // candidate.layout.cp
+
+
+def context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
+    """What the candidate's `cp_method` comes to, by the engine's rule."""
+    if candidate.layout.cp_method != "auto":
+        return candidate.layout.cp_method
+    shape = facts.shape
+    return choose_context_method(
+        candidate.layout,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        windows=tuple(layer.window for layer in shape.layers),
+        sequence_length=candidate.sequence_length,
+    ).method
 
 
 def residual_tokens(candidate: Candidate) -> float:
@@ -162,7 +177,7 @@ class _Attention:
         masked = _is_masked(candidate, kind.shape.window)
         # Of the CUDA kernels only the one without grouped heads takes a mask: keys and values are then repeated to Q.
         attended_keys = queries if masked else keys
-        if candidate.layout.cp > 1 and candidate.layout.cp_method == "all_gather":
+        if candidate.layout.cp > 1 and context_method(facts, candidate) == "all_gather":
             attended_keys *= candidate.layout.cp
         kept = (2 * queries + 2 * attended_keys) * size + 4 * heads
         if shape.names.qkv is not None:

@@ -7,6 +7,7 @@ asked of such a schedule is asked of two shorter ones, and what one more round a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -149,7 +150,9 @@ def simulate(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: flo
     if pipeline.num_ranks == 1:
         return pipeline.num_micro_batches * sum(stage.total for stage in seconds)
     of = (pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages)
-    return _simulate(*of, tuple(seconds), send)
+    found = _simulate(*of, tuple(seconds), send)
+    _REFERENCES.setdefault(_key(pipeline), deque(maxlen=_KEPT_REFERENCES)).append((tuple(seconds), send, found))
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -167,6 +170,37 @@ def _simulate(name: str, ranks: int, num: int, virtual: int | None, seconds: tup
         num,
         straight=len(seconds) == ranks,
     )
+
+
+def bound_simulation(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: float) -> float:
+    """Seconds that `simulate` cannot go below, by what it said of the same schedule before: 0 where it was never asked.
+
+    A step grows with every pass and scales with all of them: where each part is at least a share of what it was then, so is the
+    step.
+    """
+    if pipeline.num_ranks == 1:
+        return 0.0
+    best = 0.0
+    for before, sent, makespan in _REFERENCES.get(_key(pipeline), ()):
+        share = send / sent if sent > 0 else float("inf")
+        for now, then in zip(seconds, before, strict=True):
+            share = min(share, now[0] / then[0], now[2] / then[2] if then[2] else share)
+            # A schedule may or may not split the backward pass: both of its parts must be at least the share.
+            share = min(share, (now[1] - now[2]) / (then[1] - then[2]))
+            if share * makespan <= best:
+                break
+        else:
+            best = share * makespan
+    return best
+
+
+_REFERENCES: dict[tuple[object, ...], deque[tuple[tuple[StageSeconds, ...], float, float]]] = {}
+"""Per schedule, the latest simulations: times of the stages, of a send, and the step."""
+_KEPT_REFERENCES = 12
+
+
+def _key(pipeline: PipelineShape) -> tuple[object, ...]:
+    return pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages, len(pipeline.stages)
 
 
 def _extended(of: Callable[[int], float], ranks: int, num: int, *, straight: bool) -> float:

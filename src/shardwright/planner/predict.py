@@ -12,7 +12,7 @@ from shardwright.planner.compute import Rates
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import ModelFacts, facts_of
 from shardwright.planner.memory import predict_memory
-from shardwright.planner.pipeline import PipelineShape, pipeline_of
+from shardwright.planner.pipeline import PipelineShape, bound_simulation, pipeline_of
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.step import LayerCosts, StepCosts, predict_time
 
@@ -63,6 +63,11 @@ class Predictor:
         """Of the fullest rank."""
         loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
         return max(loads, key=lambda parts: parts.total)
+
+    def bound(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
+        """Seconds that a step cannot go below, by what was simulated of its schedule before."""
+        costs = StepCosts(self.facts, candidate, self.rates(candidate.precision), self.network, layer_costs)
+        return predict_time(costs, self.pipeline(candidate), bound_simulation).step
 
     def predict(self, candidate: Candidate, memory: MemoryParts | None = None, layer_costs: LayerCosts | None = None) -> Prediction:
         """Memory and time; `memory` and `layer_costs` where they are known already."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import isqrt
 
 from shardwright.errors import LayoutError
-from shardwright.layout import CpMethod, Layout
+from shardwright.layout import Layout
 from shardwright.layout.context import check_context
 from shardwright.planner.facts import ModelFacts
 from shardwright.schedule.families import FAMILIES, stages_per_rank
@@ -41,28 +41,29 @@ def why_not_tensor(facts: ModelFacts, tp: int) -> str | None:
     return None
 
 
-def why_not_context(facts: ModelFacts, cp: int, tp: int, method: CpMethod, sequence_length: int) -> str | None:
-    """Why rows cannot be cut over `cp` context-parallel ranks."""
-    if cp == 1:
-        return None
-    shape, layout = facts.shape, Layout(cp=cp, tp=tp, cp_method=method, sequence_parallel=False)
+def why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) -> str | None:
+    """Why rows cannot be cut over the layout's context-parallel ranks, or the residual stream over its tensor-parallel ones."""
+    key = ("context", layout.cp, layout.tp, layout.cp_method, layout.sequence_parallel, sequence_length)
+    if key not in facts.pipelines:
+        facts.pipelines[key] = _why_not_context(facts, layout, sequence_length)
+    reason = facts.pipelines[key]
+    assert reason is None or isinstance(reason, str)
+    return reason
+
+
+def _why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) -> str | None:
+    if layout.tp > 1 and layout.sequence_parallel and (sequence_length // layout.cp) % layout.tp:
+        return f"{sequence_length // layout.cp} tokens a rank do not divide by tp {layout.tp}"
     try:
         check_context(
             layout,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            windows=() if method != "auto" else tuple(layer.window for layer in shape.layers),
+            num_heads=facts.shape.num_heads,
+            num_kv_heads=facts.shape.num_kv_heads,
+            windows=tuple(layer.window for layer in facts.layer_shapes),
             sequence_length=sequence_length,
         )
-    except LayoutError as refusal:
-        return refusal.problem
-    return None
-
-
-def why_not_sequence_parallel(cp: int, tp: int, sequence_length: int) -> str | None:
-    """Why the residual stream cannot be cut over tokens as well."""
-    if tp > 1 and (sequence_length // cp) % tp:
-        return f"{sequence_length // cp} tokens a rank do not divide by tp {tp}"
+    except LayoutError as error:
+        return error.problem
     return None
 
 
@@ -111,8 +112,7 @@ def why_not(facts: ModelFacts, layout: Layout, sequence_length: int, num_micro_b
     """Why a layout cannot cut the model; None where it can."""
     reason = (
         why_not_tensor(facts, layout.tp)
-        or why_not_context(facts, layout.cp, layout.tp, layout.cp_method, sequence_length)
-        or (why_not_sequence_parallel(layout.cp, layout.tp, sequence_length) if layout.sequence_parallel else None)
+        or why_not_context(facts, layout, sequence_length)
         or why_not_expert(facts, layout.ep, layout.fsdp)
     )
     if reason is None and layout.pp > facts.shape.num_layers:

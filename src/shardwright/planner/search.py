@@ -34,7 +34,6 @@ from shardwright.planner.rules import (
     schedules_for,
     why_not_context,
     why_not_expert,
-    why_not_sequence_parallel,
     why_not_tensor,
 )
 from shardwright.planner.step import LayerCosts
@@ -196,12 +195,11 @@ class _Search:
 
     def _degrees(self) -> Iterator[_Degrees]:
         facts, question = self.facts, self.question
-        length = question.template.sequence_length
         for tp in divisors(question.num_gpus):
             if tp > facts.shape.num_heads or why_not_tensor(facts, tp):
                 continue
             for cp in divisors(question.num_gpus // tp):
-                if why_not_context(facts, cp, tp, "ring", length):
+                if not self._ways(tp, cp):
                     continue
                 for pp in divisors(question.num_gpus // tp // cp):
                     if pp > facts.shape.num_layers:
@@ -220,19 +218,22 @@ class _Search:
     def _open_degrees(self, degrees: _Degrees) -> None:
         if self._is_settled(degrees):
             return
-        length = self.question.template.sequence_length
-        sequences = (True, False) if degrees.tp > 1 else (True,)
-        methods: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses") if degrees.cp > 1 else ("auto",)
-        for recompute, sequence_parallel, method in product(self.question.recomputes, sequences, methods):
-            if sequence_parallel and why_not_sequence_parallel(degrees.cp, degrees.tp, length):
-                continue
-            if why_not_context(self.facts, degrees.cp, degrees.tp, method, length):
-                continue
+        for recompute, (sequence_parallel, method) in product(self.question.recomputes, self._ways(degrees.tp, degrees.cp)):
             how = _How(recompute, sequence_parallel, method)
             costs = self._costs_of(degrees, how)
             bounds = [(bounds.bound(costs), name, virtual) for bounds, name, virtual in self._pipelines(degrees)]
             least = min(bound.seconds for bound, _, _ in bounds)
             self._push(least, degrees, partial(self._open_how, degrees, how, costs, bounds))
+
+    def _ways(self, tp: int, cp: int) -> list[tuple[bool, CpMethod]]:
+        """Sequence parallelism on or off, and methods of context parallelism, that can cut the rows."""
+        methods: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses") if cp > 1 else ("auto",)
+        found = []
+        for sequence_parallel, method in product((True, False) if tp > 1 else (True,), methods):
+            layout = replace(self.question.template.layout, tp=tp, cp=cp, sequence_parallel=sequence_parallel, cp_method=method)
+            if why_not_context(self.facts, layout, self.question.template.sequence_length) is None:
+                found.append((sequence_parallel, method))
+        return found
 
     def _pipelines(self, degrees: _Degrees) -> list[tuple[PipelineBounds, str, int | None]]:
         """The schedules that can run."""
@@ -352,13 +353,19 @@ class _Search:
 
     # 5: everything
 
-    def _open_candidate(self, degrees: _Degrees, candidate: Candidate, costs: LayerCosts) -> None:
+    def _open_candidate(self, degrees: _Degrees, candidate: Candidate, costs: LayerCosts, *, simulated: bool = False) -> None:
         if key_of(candidate) in self._done:
             return
         pipeline = self.predictor.pipeline(candidate)
         memory = self.predictor.memory(candidate, pipeline)
         if not self._fits(memory.total):
             return
+        if candidate.layout.pp > 1 and not simulated:
+            # What was simulated before may say that others come first.
+            seconds = self.predictor.bound(candidate, costs)
+            if self._heap and seconds > self._heap[0][0]:
+                self._push_at(seconds, degrees, partial(self._open_candidate, degrees, candidate, costs, simulated=True))
+                return
         self.found.num_predicted += 1
         prediction = self.predictor.predict(candidate, memory, costs)
         known = self._seen.get(key_of(candidate))

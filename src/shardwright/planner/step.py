@@ -8,6 +8,7 @@ very schedule that will run (`planner.pipeline`); traffic of the data ranks hide
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
 
@@ -64,9 +65,13 @@ class LayerCosts:
         """The same with the traffic of tp, cp and ep."""
         slowed = network.efficiency.contention
         self.going = tuple(seconds.forward + going.exposed + slowed * going.hidden for seconds, going, _ in self.layers)
-        coming = (seconds.total - seconds.forward + back.exposed + slowed * back.hidden for seconds, _, back in self.layers)
-        self.both = tuple(map(float.__add__, self.going, coming))
+        back_up = (seconds.total - seconds.forward + back.exposed + slowed * back.hidden for seconds, _, back in self.layers)
+        self.both = tuple(map(float.__add__, self.going, back_up))
         """Forward, and both passes, of a layer of each kind, with that traffic and what it slows down."""
+
+
+Simulation = Callable[[PipelineShape, Sequence[StageSeconds], float], float]
+"""(pipeline, one micro-batch through each stage, seconds of a send) -> seconds."""
 
 
 class StepCosts:
@@ -106,8 +111,11 @@ class StepCosts:
         return _Passes(forward, backward, weights, traffic_forward, traffic_backward)
 
 
-def predict_time(costs: StepCosts, pipeline: PipelineShape) -> TimeParts:
-    """Seconds of one optimizer step, by part, on the rank that takes longest."""
+def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulation = simulate) -> TimeParts:
+    """Seconds of one optimizer step, by part, on the rank that takes longest.
+
+    `simulated` says how long the passes of all stages take: the simulation, or a bound of it, which gives a bound of the step.
+    """
     candidate, network = costs.candidate, costs.network
     passes = [costs.stage(stage.layers, embedding=stage.embedding, head=stage.head) for stage in pipeline.stages]
     contention = network.efficiency.contention
@@ -115,7 +123,7 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape) -> TimeParts:
     num = candidate.gradient_accumulation_steps
     by_rank = [_rank_parts(costs, pipeline, passes, rank) for rank in range(pipeline.num_ranks)]
     send = send_seconds(costs.facts, candidate, network, costs.groups)
-    makespan = simulate(pipeline, [each.seconds for each in passes], send)
+    makespan = simulated(pipeline, [each.seconds for each in passes], send)
     busy = [num * sum(passes[stage].seconds.total for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
     # The slowest rank is the one whose work and data traffic end last.
     slowest = max(range(pipeline.num_ranks), key=lambda rank: busy[rank] + by_rank[rank].data + by_rank[rank].optimizer)

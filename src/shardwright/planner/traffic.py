@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.layout.context import ContextMethod, choose_context_method
-from shardwright.planner.activations import micro_batch_tokens
+from shardwright.planner.activations import context_method, micro_batch_tokens
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import Group, Network
 from shardwright.planner.compute import LayerSeconds
@@ -136,20 +135,6 @@ def end_traffic(facts: ModelFacts, candidate: Candidate, network: Network, group
         return network.all_reduce(group, size), network.all_reduce(group, size)
     both = network.all_gather(group, size) + network.reduce_scatter(group, size)
     return both, both
-
-
-def context_method(facts: ModelFacts, candidate: Candidate) -> ContextMethod:
-    """What the candidate's `cp_method` comes to, by the engine's rule."""
-    if candidate.layout.cp_method != "auto":
-        return candidate.layout.cp_method
-    shape = facts.shape
-    return choose_context_method(
-        candidate.layout,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        windows=tuple(layer.window for layer in shape.layers),
-        sequence_length=candidate.sequence_length,
-    ).method
 
 
 def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: Group) -> tuple[float, float, bool]:
