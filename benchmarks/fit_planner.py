@@ -367,6 +367,9 @@ OTHERS = (
             ("bytes_share", 0.4, 4.0),
         )
     ),
+    # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
+    Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
+    Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
     # nanotron's cluster: rings over EFA, alone and beside a pipeline, and what a micro-batch waits on 512 GPUs.
     Parameter("frameworks", "nanotron", "hop_seconds", 1e-6, 1e-3),
     Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 1e-6, 5e-3),
