@@ -154,6 +154,27 @@ def test_receives_are_posted_ahead_of_the_computing_that_hides_them(ranks: RankP
     assert late < noted[1].index("do 1F1") < noted[1].index("take 0F2")
 
 
+def most_sent(layout: Layout) -> tuple[int, int]:
+    """This rank's place, and the most messages that it keeps at a time because they may not have gone."""
+    most = 0
+    send = Channels.send
+
+    def count(self: Channels, *arguments: Any) -> None:
+        nonlocal most
+        send(self, *arguments)
+        most = max(most, len(self._going))
+
+    model = build(layout, num_micro_batches=12)
+    with patch.object(Channels, "send", count):
+        accumulate_gradients(model, [micro_batch(1, 6, number) for number in range(12)], seed=0, step=0)
+    assert model.pipeline is not None
+    return model.pipeline.rank, most
+
+
+def test_hidden_states_that_were_answered_are_let_go(ranks: RankPool) -> None:
+    assert dict(ranks.run(2, most_sent, Layout(pp=2)))[0] == 2  # as many as rank 0 has activations in flight
+
+
 def losses_and_marks(layout: Layout) -> tuple[float, float, dict[str, float]]:
     """The loss by evaluation and by training, and the step's parts in seconds."""
     model, times = build(layout), StepTimes(torch.device("cpu"))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.mesh import Mesh, Ranks
-from shardwright.schedule import Transfer
+from shardwright.schedule import Action, Transfer
 
 _downward: dict[tuple[dist.ProcessGroup | None, Ranks], dist.ProcessGroup] = {}
 """The second group of a pipeline's ranks, by world and ranks; like a mesh's groups they stay until the process ends."""
@@ -36,7 +36,7 @@ class Channels:
                 _downward[key] = dist.new_group(list(ranks))
         self._groups = upward, _downward[dist.group.WORLD, self._ranks]
         self._coming: dict[Transfer, tuple[Tensor, dist.Work | None]] = {}
-        self._going: list[tuple[Tensor, dist.Work]] = []
+        self._going: dict[Action, tuple[Tensor, dist.Work]] = {}
 
     def post(self, transfer: Transfer, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Be ready for a message of this shape."""
@@ -51,6 +51,9 @@ class Channels:
         buffer, work = self._coming.pop(transfer)
         if work is not None:
             work.wait()
+        if transfer.carries_gradient:
+            # It answers what was sent forward, which has therefore arrived; gloo says so only to those who wait.
+            self._release(Action("F", transfer.action.stage - 1, transfer.action.micro_batch))
         return buffer
 
     def send(self, transfer: Transfer, tensor: Tensor) -> None:
@@ -60,15 +63,19 @@ class Channels:
             work = dist.isend(tensor, self._ranks[transfer.receiver], self._group(transfer), transfer.number)
             assert work is not None
             # What is sent must stay as it is until it has gone.
-            self._going = [(kept, sent) for kept, sent in self._going if not sent.is_completed()]
-            self._going.append((tensor, work))
+            self._going = {action: (kept, sent) for action, (kept, sent) in self._going.items() if not sent.is_completed()}
+            self._going[transfer.action] = tensor, work
 
     def finish(self) -> None:
         """Wait until all that was sent has gone."""
         assert not self._coming, "every message that was posted for has been taken"
-        for _, work in self._going:
-            work.wait()
-        self._going.clear()
+        for action in list(self._going):
+            self._release(action)
+
+    def _release(self, action: Action) -> None:
+        """Let go of what was sent, once it has gone."""
+        if action in self._going:
+            self._going.pop(action)[1].wait()
 
     def _group(self, transfer: Transfer) -> dist.ProcessGroup:
         return self._groups[transfer.receiver < transfer.sender]
