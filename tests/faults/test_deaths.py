@@ -1,4 +1,7 @@
-"""Faults 1 and 5: ranks that die in the forward pass, a collective, the optimizer and a save; the run starts them again."""
+"""Faults 1, 5 and 9: ranks that die in the forward pass, a collective, the optimizer and a save, and a bit that flips.
+
+The run starts its ranks again, and ends as one that was left alone.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,17 @@ def test_what_stays_lost_is_left_behind(run: Run, untroubled: Path, tmp_path: Pa
     starts = read_events(tmp_path / "run").of(RunStarted)
     assert [event.world_size for event in starts] == [2, 1]
     assert {event.global_batch_tokens for event in starts} == {64}
+
+
+def test_a_weight_that_flips_on_one_replica_is_found_before_it_is_saved(run: Run, tmp_path: Path) -> None:
+    """The run goes back to the checkpoint before, and ends as one in which nothing had flipped."""
+    words = ["--layout", "dp_replicate=2", "--set", "run.replica_check_every_steps=3"]
+    done = run(*words, "--set", "elastic.max_restarts=1", faults=[{"rank": 1, "step": 5, "place": "flip", "signals": []}])
+    assert done.returncode == ExitCode.DONE, done.stderr
+    (restart,) = [event.message for event in read_events(tmp_path / "run").of(Warned) if event.message.startswith("restart ")]
+    assert "step 6: 1 of" in restart
+    assert [event.step for event in read_events(tmp_path / "run").of(Resumed)] == [4]
+    (tmp_path / "run").rename(tmp_path / "flipped")
+    done = run(*words)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert_same_end(tmp_path / "flipped", tmp_path / "run")

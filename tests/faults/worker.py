@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 PLAN, MARKS = "SHARDWRIGHT_TEST_FAULTS", "SHARDWRIGHT_TEST_MARKS"
-PLACES = ("forward", "collective", "optimizer", "save", "publish")
+PLACES = ("forward", "collective", "optimizer", "save", "publish", "flip")
+"""The last one flips a bit of a weight after the step; at the others signals are sent."""
 
 
 class Faults:
@@ -28,14 +29,21 @@ class Faults:
         rank = int(os.environ["RANK"])
         self.plan = [fault for fault in json.loads(os.environ[PLAN]) if fault["rank"] == rank]
 
-    def meet(self, place: str) -> None:
-        """Send this process the signals that are due here."""
+    def due(self, place: str) -> list[dict[str, Any]]:
+        """Faults that are due here, each given out once."""
+        found = []
         for fault in self.plan:
             mark = Path(os.environ[MARKS]) / "-".join(str(fault[key]) for key in ("rank", "step", "place"))
             if fault["place"] == place and fault["step"] == self.step and not mark.exists():
                 mark.touch()
-                for name in fault["signals"]:
-                    os.kill(os.getpid(), signal.Signals[name])
+                found.append(fault)
+        return found
+
+    def meet(self, place: str) -> None:
+        """Send this process the signals that are due here."""
+        for fault in self.due(place):
+            for name in fault["signals"]:
+                os.kill(os.getpid(), signal.Signals[name])
 
 
 def before(owner: Any, name: str, call: Callable[..., None]) -> None:
@@ -60,7 +68,13 @@ def arm(faults: Faults) -> None:
     def note(running: loop.Loop, *_: object) -> None:
         faults.step = running.state.step
 
+    def flip(running: loop.Loop, *_: object) -> None:
+        if faults.due("flip"):
+            parameter = next(iter(dict(running.state.model.named_parameters()).values()))
+            parameter.data.view(torch.int32).view(-1)[3] ^= 1 << 20
+
     before(loop.Loop, "_step", note)
+    before(loop.Loop, "_check_replicas", flip)
     before(loop, "accumulate_gradients", lambda *_: faults.meet("forward"))
     before(dist, "all_reduce", lambda *_: faults.meet("collective"))
     before(torch.optim.AdamW, "step", lambda *_: faults.meet("optimizer"))

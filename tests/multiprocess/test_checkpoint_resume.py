@@ -65,7 +65,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "max_steps": STEPS,
             "learning_rate": 1e-2,
         },
-        "run": {"device": "cpu"},
+        "run": {"device": "cpu", "replica_check_every_steps": 1},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(told))

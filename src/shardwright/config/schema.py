@@ -332,7 +332,7 @@ class MoeSection(Section):
     z_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the router z-loss, which keeps the router's logits small; 0.001 is usual when training from scratch."""
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
-    """Tokens that an expert takes of one sequence, as a multiple of its even share; what is beyond is dropped. Null drops nothing."""
+    """Tokens that an expert takes of one sequence, as a multiple of its even share; what is beyond is dropped. Null: nothing is."""
     bias_update_rate: Annotated[float, Field(ge=0)] | None = None
     """By how much a step moves each expert's balance bias towards even loads. Default 0.001 for a model that has such biases."""
 
@@ -397,6 +397,9 @@ class RunSection(Section):
     """`auto` takes CUDA where it is."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """How long a collective may wait before the run is declared broken."""
+    replica_check_every_steps: Positive | None = None
+    """Steps between comparisons of the weights that several ranks hold alike; a difference ends the run before it is saved, and
+    `elastic` goes back to the checkpoint before. Checked before every save, too. Null never checks."""
 
 
 class Recipe(Section):

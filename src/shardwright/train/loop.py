@@ -11,7 +11,7 @@ import torch
 
 from shardwright.data.loader import step_micro_batches
 from shardwright.data.order import SampleOrder
-from shardwright.errors import NonFiniteError, Preempted
+from shardwright.errors import NonFiniteError, Preempted, RankFailed
 from shardwright.layout import RankGrid
 from shardwright.numerics.ceiling import measure_matmul_flops_per_second
 from shardwright.numerics.precision import dtypes
@@ -24,6 +24,7 @@ from shardwright.train.forecast import Comparison, forecast
 from shardwright.train.meeting import Meeting
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
+from shardwright.train.replicas import differing_replicas
 from shardwright.train.saving import Saver
 from shardwright.train.setup import TrainState
 from shardwright.train.signals import StopRequest
@@ -80,6 +81,7 @@ class Loop:
             Preempted: somebody asked to stop; the state is saved.
             SaveFailed: the last checkpoint could not be written.
             NonFiniteError: too many steps in a row without a finite gradient.
+            RankFailed: a rank's weights are not those of its replicas.
         """
         recipe, state, total_steps = self.checked.recipe, self.state, self.checked.total_steps
         validates = self.checked.data.validation is not None
@@ -106,13 +108,25 @@ class Loop:
                 stop = stop or found is None
                 last_loss, improved = found or (last_loss, False)
             best_due = improved and recipe.checkpoint.keep_best
-            if at_end or stop or best_due or _due(state.step, recipe.checkpoint.every_steps):
+            saves = at_end or stop or best_due or _due(state.step, recipe.checkpoint.every_steps)
+            self._check_replicas(saves)
+            if saves:
                 self.saver.save(best=improved, last=at_end or stop)
             if stop and not at_end:
                 reason = self.stop.name or "a signal to another rank"
                 self.speaker.write("preempted", step=state.step, reason=reason)
                 raise Preempted(f"{reason}: saved at step {state.step} of {total_steps}; --resume goes on")
         return last_loss
+
+    def _check_replicas(self, saves: bool) -> None:
+        """Compare what ranks hold alike when it is due, and before it would be saved.
+
+        Raises:
+            RankFailed: a rank's weights are not those of its replicas.
+        """
+        every, step = self.checked.recipe.run.replica_check_every_steps, self.state.step
+        if every is not None and (saves or _due(step, every)) and (difference := differing_replicas(self.state.model)):
+            raise RankFailed(f"step {step}: {difference}. Nothing of it was saved; the checkpoint before is whole")
 
     def _step(self) -> StepDone:
         """One optimizer step."""
