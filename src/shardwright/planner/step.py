@@ -117,11 +117,13 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulatio
     `simulated` says how long the passes of all stages take: the simulation, or a bound of it, which gives a bound of the step.
     """
     candidate, network = costs.candidate, costs.network
-    passes = [costs.stage(stage.layers, embedding=stage.embedding, head=stage.head) for stage in pipeline.stages]
     contention = network.efficiency.contention
-    passes = [_slowed(each, contention) for each in passes]
+    # Most stages, and most ranks, are alike: each kind is worked out once.
+    kinds = {(stage.layers, stage.embedding, stage.head) for stage in pipeline.stages}
+    by_kind = {kind: _slowed(costs.stage(kind[0], embedding=kind[1], head=kind[2]), contention) for kind in kinds}
+    passes = [by_kind[stage.layers, stage.embedding, stage.head] for stage in pipeline.stages]
     num = candidate.gradient_accumulation_steps
-    by_rank = [_rank_parts(costs, pipeline, passes, rank) for rank in range(pipeline.num_ranks)]
+    by_rank = _parts_by_rank(costs, pipeline, passes)
     send = send_seconds(costs.facts, candidate, network, costs.groups)
     makespan = simulated(pipeline, [each.seconds for each in passes], send)
     busy = [num * sum(passes[stage].seconds.total for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
@@ -186,6 +188,17 @@ def send_seconds(facts: ModelFacts, candidate: Candidate, network: Network, grou
     if candidate.layout.sequence_parallel:
         tokens /= candidate.layout.tp
     return network.send(groups["pp"], tokens * facts.shape.hidden_size * candidate.activation_bytes)
+
+
+def _parts_by_rank(costs: StepCosts, pipeline: PipelineShape, passes: list[_Passes]) -> list[TimeParts]:
+    known: dict[tuple[int, ...], TimeParts] = {}
+    found = []
+    for rank in range(pipeline.num_ranks):
+        alike = tuple(id(passes[stage]) for stage in pipeline.stages_of(rank))
+        if alike not in known:
+            known[alike] = _rank_parts(costs, pipeline, passes, rank)
+        found.append(known[alike])
+    return found
 
 
 def _rank_parts(costs: StepCosts, pipeline: PipelineShape, passes: list[_Passes], rank: int) -> TimeParts:
