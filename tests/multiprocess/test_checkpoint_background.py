@@ -79,3 +79,29 @@ def test_one_process_saves_in_the_background(tmp_path: Path) -> None:
     assert saved is not None
     load_checkpoint(saved.path, {"x": tensor})
     assert tensor.sum() == 3
+
+
+def save_as_it_changes(root: str) -> list[str]:
+    """Three saves: the second holds what the first held, the third does not, on one rank alone. Then values that disagree."""
+    rank = dist.get_rank()
+    saver = BackgroundSaver()
+    for step, size in ((1, 4), (2, 4), (3, 4 + 2 * rank)):
+        merged = {"counts": {f"w{rank}": step, "shared": 9}}
+        tensors = {f"w{rank}": torch.full((size,), float(step)), "shared": torch.full((3,), step)}
+        saver.save(root, step, tensors, {"step": step}, merged=merged)
+        saver.wait()
+        read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        values = load_checkpoint(f"{root}/step-{step:08d}", read)
+        assert values == {"step": step, "counts": {"w0": step, "w1": step, "shared": 9}}
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(SaveFailed) as caught:
+        saver.save_now(root, 4, {}, {}, merged={"counts": {"shared": rank}})
+    saver.close()
+    return [str(caught.value), *sorted(path.name for path in Path(root).iterdir())]
+
+
+def test_who_writes_what_is_agreed_again_when_it_changes_and_values_are_merged(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, save_as_it_changes, str(tmp_path))
+    assert first == second
+    assert first[0] == "ranks disagree about values.counts.shared: 0, on rank 1 1"
+    assert first[1:] == ["latest", "step-00000001", "step-00000002", "step-00000003"]

@@ -129,3 +129,9 @@ def test_drift_is_told_field_by_field() -> None:
         "model.width: saved 4, now 8",
         "new: saved absent, now None",
     ]
+
+
+def test_every_so_many_steps_stay_for_ever(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(tmp_path, step, keep=Keep(2, every=3))
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000006", "step-00000007"]
