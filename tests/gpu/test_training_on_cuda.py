@@ -25,7 +25,7 @@ from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import dtypes
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
-from shardwright.parallel.apply import ParallelModel, apply_layout
+from shardwright.parallel import ParallelModel, apply_layout
 from shardwright.parallel.shard import shard
 from shardwright.plan import BatchPlan, Plan
 from shardwright.train.start import train

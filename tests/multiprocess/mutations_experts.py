@@ -15,8 +15,8 @@ from shardwright.model import moe
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.routing import RouterTally, RoutingContext
 from shardwright.parallel import ParallelModel, apply, expert
-from shardwright.parallel.apply import local_part
 from shardwright.parallel.expert import ExpertExchange
+from shardwright.parallel.model import local_part
 from shardwright.train import step
 
 

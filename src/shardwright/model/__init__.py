@@ -1,7 +1,8 @@
 """One configurable decoder with the names and shapes of Hugging Face files."""
 
+from shardwright.model.block import Block
 from shardwright.model.cache import KeyValueCache
-from shardwright.model.decoder import Block, Decoder
+from shardwright.model.decoder import Decoder
 from shardwright.model.dropout import DropoutKey
 
 __all__ = ["Block", "Decoder", "DropoutKey", "KeyValueCache"]

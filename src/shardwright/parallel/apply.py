@@ -1,4 +1,4 @@
-"""The one place that says in which order a decoder is cut, and the cut model that the trainer drives.
+"""The one place that says in which order a decoder is cut.
 
 The order, on the meta device until storage is given:
 
@@ -19,23 +19,16 @@ against what was done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.data.loader import MicroBatch
 from shardwright.layout import (
-    BATCH_AXES,
-    DATA_AXES,
     Bounds,
-    Held,
     Layout,
     ParameterLayout,
     RankGrid,
@@ -49,9 +42,10 @@ from shardwright.numerics.precision import dtypes
 from shardwright.numerics.recompute import recompute_runner
 from shardwright.parallel.context import context_cut
 from shardwright.parallel.expert import expert_cut
-from shardwright.parallel.mesh import Mesh, sum_over
-from shardwright.parallel.pipeline import Arguments, Mark, Pipeline, StageRoot
-from shardwright.parallel.reduce import PendingSum, make_sums, pending_sums
+from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.model import ParallelModel, local_part, narrow
+from shardwright.parallel.pipeline import Pipeline, StageRoot
+from shardwright.parallel.reduce import pending_sums
 from shardwright.parallel.replicate import replicate
 from shardwright.parallel.shard import shard, shard_root
 from shardwright.parallel.tensor import tensor_cut
@@ -179,233 +173,3 @@ def _fill(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout,
         assert tuple(local.shape) == local_shape(described, layout, here), f"{name}: holds {tuple(local.shape)}, not {described}"
         for box in held(described, layout, here):
             narrow(local, box.local).copy_(fill(name, box.whole))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; no copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def narrow(tensor: Tensor, bounds: Bounds) -> Tensor:
-    """A view of a box of a tensor."""
-    for dim, (start, length) in enumerate(bounds):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
-
-
-class ParallelModel:
-    """A decoder under a layout: `differentiate` a step's micro-batches, then `finish_gradients`.
-
-    Attributes:
-        module: what to call, without a pipeline; arguments are the decoder's.
-        pipeline: runs the rank's stages; None without one.
-        decoder: the decoder itself, whose parameter names are those of Hugging Face files.
-        layouts: one descriptor per parameter of the whole model, by name; a pipeline rank holds some of them.
-        trainable: names of the parameters of the whole model that take gradients.
-        mesh: None for one rank.
-        device: where it computes.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        decoder: Decoder,
-        layouts: dict[str, ParameterLayout],
-        layout: Layout,
-        mesh: Mesh | None,
-        device: torch.device,
-        groups: list[FSDPModule],
-        trainable: frozenset[str],
-        sums: list[PendingSum],
-    ) -> None:
-        self.module = module
-        self.decoder = decoder
-        self.layouts = layouts
-        self.layout = layout
-        self.mesh = mesh
-        self.device = device
-        self.groups = groups
-        self.pipeline: Pipeline | None = None
-        self.trainable = trainable
-        self._sums = [pending for pending in sums if pending.name in trainable]
-        self._here = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
-        # FSDP2 swaps a module's parameters between sharded and whole; the sharded ones are the model's, always these objects.
-        self._parameters = dict(decoder.named_parameters())
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters as held: DTensors where cut, plain tensors where copied."""
-        yield from self._parameters.items()
-
-    def differentiate(self, micro_batches: Sequence[MicroBatch], arguments: Arguments, scale: Tensor, mark: Mark) -> Tensor:
-        """Forward and backward of a step's micro-batches, accumulating gradients; the sum of the losses that this rank computed.
-
-        Args:
-            arguments: what the decoder is called with for a micro-batch, which is on the device by then.
-            scale: the gradient of each loss.
-            mark: told what went on since it was told last: forward, backward, waiting or reduction.
-        """
-        if self.pipeline is not None:
-            return self.pipeline.differentiate(micro_batches, arguments, scale, mark)
-        loss_sum: Tensor | None = None
-        for number, batch in enumerate(micro_batches):
-            with self.synchronising(last=number == len(micro_batches) - 1), self.at_backward_end(lambda: mark("backward")):
-                loss = self.module(**arguments(batch.to(self.device)))
-                mark("forward")
-                loss.backward(scale.to(loss.dtype))
-            mark("reduction")
-            loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
-        assert loss_sum is not None, "a step has at least one micro-batch"
-        return loss_sum
-
-    def losses(self, micro_batches: Sequence[MicroBatch], arguments: Arguments) -> Tensor:
-        """The sum of the losses that this rank computes, in fp64 and without gradients; call it within `evaluating`."""
-        if self.pipeline is not None:
-            return self.pipeline.losses(micro_batches, arguments).double()
-        losses = [self.module(**arguments(batch.to(self.device))).double() for batch in micro_batches]
-        return torch.stack(losses).sum()
-
-    def synchronising(self, last: bool) -> AbstractContextManager[Any]:
-        """Bracket forward and backward of one micro-batch; `last` says that the step's gradients end with it.
-
-        Stages 0 and 1 reduce on the last micro-batch only. Stages 2 and 3 cannot hold whole gradients: they reduce-scatter every
-        time, and defer only the sum over replicas, whose operand is a shard.
-        """
-        if isinstance(self.module, DistributedDataParallel):
-            return nullcontext() if last else self.module.no_sync()
-        if self.groups:
-            root = self.groups[-1]
-            if self.layout.zero_stage == 1:
-                root.set_requires_gradient_sync(last)
-            else:
-                root.set_requires_all_reduce(last)
-        return nullcontext()
-
-    @contextmanager
-    def at_backward_end(self, call: Callable[[], None]) -> Iterator[None]:
-        """Bracket forward and backward: `call` runs when the gradient of the first block's input is there.
-
-        What then remains of the backward pass is the embedding's gradient, and waiting for sums. Where that input takes no gradient
-        (frozen embeddings) `call` runs at the end of the bracket.
-        """
-        hooked = False
-
-        def hook_input(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            nonlocal hooked
-            if arguments[0].requires_grad:
-                hooked = True
-                arguments[0].register_hook(lambda _gradient: call())
-
-        handle = self.decoder.blocks[0].register_forward_pre_hook(hook_input)
-        try:
-            yield
-        finally:
-            handle.remove()
-        if not hooked:
-            call()
-
-    def finish_gradients(self) -> None:
-        """After the last backward: gradients are summed, and every parameter is its shard again."""
-        if self.groups and self.layout.zero_stage < 3:
-            self.reshard()
-        if self._sums:
-            held_here = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-            for parameter in held_here.values():
-                if parameter.grad is None:  # the others of its group have one
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = {name: local_part(p.grad) for name, p in held_here.items() if p.grad is not None}
-            make_sums(self._sums, gradients, bucket_size_bytes=self.layout.bucket_size_bytes)
-
-    def reshard(self) -> None:
-        """Free all gathered parameters. Needed before anything reads or writes parameters by name."""
-        for group in self.groups:
-            group.reshard()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        """Bracket forward passes without gradients; parameters are shards again afterwards."""
-        try:
-            with torch.no_grad():
-                yield self.module
-        finally:
-            self.reshard()
-
-    def gradients(self) -> list[tuple[Tensor | None, ParameterLayout]]:
-        """This rank's shard of every trainable parameter's gradient, with its descriptor."""
-        return [
-            (None if parameter.grad is None else local_part(parameter.grad), self.layouts[name])
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad
-        ]
-
-    def counted_gradients(self) -> list[tuple[Tensor | None, ParameterLayout]]:
-        """What this rank counts in the model's norm: of what neighbours hold alike, the first one's.
-
-        Every trainable parameter is listed on every rank, with None where it has nothing to count, so that all of them sum over the
-        same axes.
-        """
-        counted: list[tuple[Tensor | None, ParameterLayout]] = []
-        for name in self.layouts:
-            if name in self.trainable:
-                parameter, described = self._parameters.get(name), self.layouts[name]
-                counted.append((None, described))
-                if parameter is not None and parameter.grad is not None and self._here["pp"] == described.stages[0]:
-                    gradient = local_part(parameter.grad)
-                    counted += [(narrow(gradient, box.local), described) for box in self.held(name) if box.first]
-        return counted
-
-    @property
-    def stage_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold different parameters."""
-        return ("pp",) if self.layout.pp > 1 else ()
-
-    def held(self, name: str) -> tuple[Held, ...]:
-        """The boxes of a parameter (of its gradient, of its moments) that this rank holds."""
-        return held(self.layouts[name], self.layout, self._here)
-
-    def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
-        """`tensor` summed in place over the ranks of mesh axes."""
-        return sum_over(tensor, axes, self.mesh)
-
-    def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """A loss summed in place over all ranks that see different tokens; of a pipeline's ranks one has computed it."""
-        return sum_over(tensor, ("pp", *DATA_AXES), self.mesh)
-
-    def sum_over_batch(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed in place over all ranks that read different sequences."""
-        return sum_over(tensor, BATCH_AXES, self.mesh)
-
-    def any_rank(self, answer: bool) -> bool:
-        """Whether any rank says yes; every rank gets the same answer."""
-        if self.mesh is None:
-            return answer
-        flag = torch.tensor(answer, dtype=torch.int32, device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
-
-    def full_parameter(self, name: str) -> Tensor:
-        """A whole parameter on every rank (a collective)."""
-        parameter = self._parameters.get(name)
-        return self._whole(name, None if parameter is None else parameter.detach())
-
-    def full_gradient(self, name: str) -> Tensor | None:
-        """A whole gradient on every rank (a collective); None where the parameter is frozen. What lacks is nan."""
-        if name not in self.trainable:
-            return None
-        parameter = self._parameters.get(name)
-        return self._whole(name, None if parameter is None else parameter.grad)
-
-    def _whole(self, name: str, tensor: Tensor | None) -> Tensor:
-        """Boxes of all ranks put together, each from the first rank that holds it."""
-        described = self.layouts[name]
-        if self.mesh is None:
-            assert tensor is not None
-            return tensor
-        dtype = next(iter(self._parameters.values())).dtype
-        whole = torch.zeros(described.shape, dtype=dtype, device=self.device)
-        counts = self._here["pp"] == described.stages[0] and not any(self._here[axis] for axis in described.copy_axes)
-        for box in self.held(name) if counts else ():
-            if box.first:
-                part = narrow(whole, box.whole)
-                part.fill_(torch.nan) if tensor is None else part.copy_(narrow(local_part(tensor), box.local))
-        dist.all_reduce(whole)
-        return whole

@@ -25,7 +25,7 @@ from shardwright.architecture.count import EXPERT_ROLES
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Stage
 from shardwright.model import Decoder
-from shardwright.model.decoder import Block
+from shardwright.model.block import Block
 from shardwright.numerics import Dtypes, chunked_cross_entropy
 from shardwright.parallel.mesh import Mesh
 

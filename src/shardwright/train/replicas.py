@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from shardwright.checkpoint.exchange import Ranks
-from shardwright.parallel.apply import ParallelModel, local_part, narrow
+from shardwright.parallel.model import ParallelModel, local_part, narrow
 
 
 def differing_replicas(model: ParallelModel) -> str | None:

@@ -24,8 +24,9 @@ from shardwright.model.routing import resolve_rules
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import LossScaler, dtypes
 from shardwright.optim import build_optimizer, learning_rate_at
-from shardwright.parallel.apply import Fill, ParallelModel, apply_layout
+from shardwright.parallel.apply import Fill, apply_layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
+from shardwright.parallel.model import ParallelModel
 from shardwright.train.outcome import first_line
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
