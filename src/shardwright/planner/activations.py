@@ -16,7 +16,7 @@ values), H heads, c bytes per activation, tp the tensor-parallel degree. Q, K, F
     gated feed-forward  3 N F c                                              gate and up (the activation is computed again), and
                                                                              their product, the last product's input
     plain feed-forward  2 N F c                                              before and after the activation
-    experts             k times N (2 D + 3 F) c, router 4 N E                the same for rows sent to k experts, in and out
+    experts             k times N (3 D + 3 F) c, router 8 N E                rows sent to k experts, in, out, in order
     norm after          S D c                                                its input
 
 Recomputation: `full` keeps the block's input, S D c. `selective` keeps that and the results of products and attention.
@@ -226,11 +226,11 @@ def _feed_forward(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> t
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size
         return tensors * wide, projected * wide, (projected + 1) * wide
-    # Rows that the rank's experts take, spread evenly; in and out of the experts they are as wide as the model.
+    # Rows that the rank's experts take, spread evenly. They are kept going in, coming out, and in order of their tokens.
     rows = tokens * experts.experts_per_token
     wide = rows * experts.intermediate_size / tp * size
     sent = rows * shape.hidden_size * size
     shared = tokens * experts.shared_intermediate_size / tp * size
     router = tokens * experts.num_experts * 4
-    kept = tensors * (wide + shared) + 2 * sent + 2 * router
+    kept = tensors * (wide + shared) + 3 * sent + 2 * router
     return kept, projected * (wide + shared) + sent, (projected + 1) * wide + sent
