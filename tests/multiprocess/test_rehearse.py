@@ -115,6 +115,10 @@ LAYOUTS = [
     (Layout(dp_shard=2, zero_stage=3), "none"),
     (Layout(dp_shard=2, zero_stage=3), "full"),
     (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), "none"),
+    (Layout(tp=2), "none"),
+    (Layout(pp=2), "none"),
+    (Layout(cp=2, cp_method="ring", zero_stage=1), "none"),
+    (Layout(tp=2, dp_shard=2, zero_stage=3), "full"),
 ]
 
 

@@ -123,6 +123,28 @@ def test_a_pipeline_sends_hidden_states_forward_and_gradients_back(ranks: RankPo
     assert sent == ACCUMULATION * 2 * boundaries * hidden
 
 
+@pytest.mark.parametrize("degree", [2, 4])
+def test_tensor_parallel_layers_gather_and_scatter_the_residual_stream(ranks: RankPool, degree: int) -> None:
+    hidden = ROWS * TOKENS * WIDTH * FLOAT
+    # Attention and feed-forward each enter and leave, in both passes; the embedding leaves, the head enters.
+    each = ACCUMULATION * (2 * LAYERS + 1) * 2 * ring(degree) * hidden
+    for calls, _ in ranks.run(degree, a_step, Layout(tp=degree), DENSE):
+        sent = sent_by_kind(calls)
+        assert sent["all_gather"] - vocabulary_statistics(calls, degree) == pytest.approx(each)
+        assert sent["reduce_scatter"] == pytest.approx(each)
+    for calls, _ in ranks.run(degree, a_step, Layout(tp=degree, sequence_parallel=False), DENSE):
+        # The same bytes as all-reduces: where a pair is left, in the forward pass, and where it is entered, in the backward.
+        whole = [call.sent_bytes for call in calls if call.kind == "all_reduce" and call.num_bytes == hidden]
+        assert sum(whole) == pytest.approx(2 * each)
+
+
+def vocabulary_statistics(calls: list[Collective], degree: int) -> float:
+    """Bytes sent by the loss: a few numbers for each token, gathered over the ranks that share the vocabulary."""
+    per_token = [call for call in calls if call.kind == "all_gather" and call.num_bytes < ROWS * TOKENS * WIDTH * FLOAT]
+    assert all(call.num_bytes <= degree * 3 * ROWS * TOKENS * FLOAT for call in per_token)
+    return sum(call.sent_bytes for call in per_token)
+
+
 def test_experts_exchange_rows_there_and_back_in_both_passes(ranks: RankPool) -> None:
     by_rank = ranks.run(2, a_step, Layout(dp_shard=2, ep=2, zero_stage=1), MOE)
     exchanges = [[call for call in calls if call.kind == "all_to_all" and call.dtype == "float32"] for calls, _ in by_rank]

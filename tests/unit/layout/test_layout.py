@@ -75,3 +75,19 @@ def test_ranks_and_coordinates_are_inverse(replicate: int, shard: int, tp: int, 
     assert [grid.rank_at(grid.coordinates(rank)) for rank in range(grid.layout.world_size)] == list(range(grid.layout.world_size))
     readers = [grid.data_rank(rank) for rank in range(grid.layout.world_size)]
     assert sorted(set(readers)) == list(range(replicate * shard))
+
+
+def test_groups_of_512_ranks_hold_whom_they_should() -> None:
+    # Rank r gives 2^r; every group's sum names its members, and together the groups of an axis hold every rank once.
+    layout = Layout(tp=8, pp=4, dp_shard=8, cp=2, ep=4, zero_stage=3)
+    assert layout.world_size == 512
+    grid = RankGrid(layout)
+    everyone = sum(2**rank for rank in range(512))
+    strides = {"tp": 1, "cp": 8, "dp_shard": 16, "fsdp": 8, "ep": 8, "efsdp": 32, "pp": 128}
+    for axis, stride in strides.items():
+        groups, degree = grid.groups([axis]), layout.degree(axis)
+        assert sum(sum(2**rank for rank in group) for group in groups) == everyone
+        for group in groups:
+            assert sum(2**rank for rank in group) == sum(2 ** (group[0] + stride * number) for number in range(degree))
+    assert grid.groups(["dp_replicate", "fsdp"]) == grid.groups(["fsdp"])
+    assert grid.parts("tp", 4)[:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
