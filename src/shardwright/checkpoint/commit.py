@@ -66,6 +66,15 @@ def step_folders(root: Place) -> list[StepFolder]:
     return sorted(folder for folder in found if folder and (renames or (folder.path / MANIFEST_NAME).is_file()))
 
 
+def has_saved(root: Place) -> bool:
+    """Whether any save has ended here, whole or damaged since; what dead saves left does not count."""
+    if not root.is_dir():
+        return False
+    if not disk_of(root).renames:
+        return bool(step_folders(root))
+    return any(not path.name.startswith((_SAVING, _REMOVING, _POINTER)) for path in root.iterdir())
+
+
 def read_pointer(root: Place, pointer: str) -> StepFolder | None:
     """The folder that `latest` or `best` names, whether it is there or not; None without a pointer, or with a wrong one."""
     if not (root / pointer).is_file():

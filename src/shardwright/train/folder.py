@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.commit import has_saved
 from shardwright.checkpoint.place import Place, place_of
 from shardwright.config import Recipe, dump_recipe, load_recipe
 from shardwright.errors import CheckpointError, InputError
@@ -84,8 +85,8 @@ class RunFolder:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether anything was saved, whole or not."""
-        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        """Whether a save has ended, damaged since or not; a run that died in its first one has none, and may begin again."""
+        return has_saved(self.checkpoints)
 
     def load_recipe(self) -> Recipe:
         """The recipe that the run was started with."""
