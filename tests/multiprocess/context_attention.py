@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwright.layout.context import chunks_of, num_chunks
 from shardwright.model.dropout import Dropout, DropoutKey
+from shardwright.parallel import ring
 from shardwright.parallel.blocks import CpuFlash, Scores
 from shardwright.parallel.ring import RowAttention, attend_row
 from shardwright.parallel.sight import Row
@@ -161,14 +162,14 @@ def order_on_ranks(method: str) -> list[str]:
         passes += 1
         return [Logged(original(operations), passes - 1)]
 
-    def gather(*arguments: Any, original: Any = dist.all_gather_into_tensor, **options: Any) -> Logged:
+    def gather(*arguments: Any, original: Any = ring.all_gather_single, **options: Any) -> Logged:
         nonlocal passes
         first = not told or not told[-1].startswith("send")  # keys and values are one pass
         passes += first
         told.append(f"send {passes - 1}")
         return Logged([original(*arguments, **options)], passes - 1)
 
-    def scatter(*arguments: Any, original: Any = dist.reduce_scatter_tensor, **options: Any) -> None:
+    def scatter(*arguments: Any, original: Any = ring.reduce_scatter_single, **options: Any) -> None:
         told.append("reduce-scatter")
         original(*arguments, **options)
 
@@ -184,8 +185,8 @@ def order_on_ranks(method: str) -> list[str]:
     parts = []
     with (
         patch.object(dist, "batch_isend_irecv", send),
-        patch.object(dist, "all_gather_into_tensor", gather),
-        patch.object(dist, "reduce_scatter_tensor", scatter),
+        patch.object(ring, "all_gather_single", gather),
+        patch.object(ring, "reduce_scatter_single", scatter),
         compute("forward"),
         compute("backward"),
     ):

@@ -30,8 +30,8 @@ Group = dist.ProcessGroup | None
 _Move = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
 
 # torch 2.13 renamed both and deprecates the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_to_all(x: Tensor, group: Group) -> Tensor:
@@ -103,7 +103,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
 def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors, `[R, *x.shape]`; no gradient passes."""
     stacked = x.new_empty((group.size(), *x.shape))
-    _all_gather_single(stacked.flatten(0, 1), x.contiguous(), group=group)
+    all_gather_single(stacked.flatten(0, 1), x.contiguous(), group=group)
     return stacked
 
 
@@ -114,7 +114,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     stacked = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     own = torch.empty_like(stacked[0])
-    _reduce_scatter_single(own, stacked.flatten(0, 1), group=group)
+    reduce_scatter_single(own, stacked.flatten(0, 1), group=group)
     return own
 
 

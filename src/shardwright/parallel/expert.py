@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.architecture import ModelShape
 from shardwright.layout import Layout
+from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.mesh import Mesh
 
 
@@ -112,8 +113,8 @@ class ExpertExchange:
         size = self.row_group.size()
         parts = experts_BLK.new_empty(size, *experts_BLK.shape)
         places = places_L.new_empty(size, *places_L.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), experts_BLK.contiguous(), group=self.row_group)
-        dist.all_gather_into_tensor(places.flatten(), places_L.contiguous(), group=self.row_group)
+        all_gather_single(parts.flatten(0, 1), experts_BLK.contiguous(), group=self.row_group)
+        all_gather_single(places.flatten(), places_L.contiguous(), group=self.row_group)
         whole_BTK = torch.empty_like(parts.transpose(0, 1).flatten(1, 2))
         whole_BTK[:, places.flatten()] = parts.transpose(0, 1).flatten(1, 2)
         return whole_BTK

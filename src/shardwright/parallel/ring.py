@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.parallel.blocks import Kernel, Partial, Scores, Seen, choose_kernel, merge
+from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwright.parallel.sight import Block, Row
 
 KeysValues = tuple[Tensor, Tensor]
@@ -219,7 +220,7 @@ class _Gather:
         self._sent = [tensor.contiguous() for tensor in tensors]
         self._received = [tensor.new_empty((group.size(), *tensor.shape)) for tensor in tensors]
         self._works = [
-            dist.all_gather_into_tensor(everything.flatten(0, 1), own, group=group, async_op=True)
+            all_gather_single(everything.flatten(0, 1), own, group=group, async_op=True)
             for everything, own in zip(self._received, self._sent, strict=True)
         ]
 
@@ -248,5 +249,5 @@ def _scatter(gradients: KeysValues, how: RowAttention) -> KeysValues:
         pieces = gradient_BKTE.chunk(sum(map(len, how.chunks)), dim=2)
         by_rank = torch.stack([torch.cat([pieces[chunk] for chunk in chunks], dim=2) for chunks in how.chunks])
         own.append(torch.empty_like(by_rank[0]))
-        dist.reduce_scatter_tensor(own[-1], by_rank.flatten(0, 1), group=how.group)
+        reduce_scatter_single(own[-1], by_rank.flatten(0, 1), group=how.group)
     return own[0], own[1]
