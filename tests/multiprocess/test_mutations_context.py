@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 
 from shardwright.architecture import shape_of
@@ -12,6 +10,7 @@ from shardwright.verify.cases import Case
 from shardwright.verify.cell import Mutation
 from shardwright.verify.matrix import Report, verify
 from tests.multiprocess import mutations_context as m
+from tests.multiprocess.bugs import Bug, assert_caught, assert_clean
 from tests.multiprocess.models import LLAMA, recipe_of
 from tests.multiprocess.mutations import nothing
 from tests.multiprocess.pool import RankPool
@@ -24,15 +23,6 @@ ULYSSES = Layout(cp=2, cp_method="ulysses")
 PLAIN = Case(1, documents=False)
 DOCUMENTS = Case(1)
 DROPPING = Case(1, dropout=True)
-
-
-class Bug(NamedTuple):
-    """A mutation, a cell that must catch it, and the comparison that does."""
-
-    mutation: Mutation
-    layout: Layout
-    case: Case
-    caught_by: str
 
 
 BUGS = [
@@ -63,15 +53,9 @@ def _verify(ranks: RankPool, layout: Layout, case: Case, mutation: Mutation) -> 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
 def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
-    report = _verify(ranks, bug.layout, bug.case, bug.mutation)
-    (cell,) = report.cells
-    assert not report.passed
-    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
-    failed = {finding.quantity for finding in cell.findings if not finding.passed}
-    assert bug.caught_by in failed
+    assert_caught(_verify(ranks, bug.layout, bug.case, bug.mutation), bug.caught_by)
 
 
 @pytest.mark.parametrize(("layout", "case"), sorted({(bug.layout, bug.case) for bug in BUGS}, key=str), ids=str)
 def test_without_a_bug_the_same_cells_pass(ranks: RankPool, layout: Layout, case: Case) -> None:
-    report = _verify(ranks, layout, case, nothing)
-    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
+    assert_clean(_verify(ranks, layout, case, nothing))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import pytest
 
 from shardwright.architecture import shape_of
@@ -12,6 +10,8 @@ from shardwright.verify.cases import Case
 from shardwright.verify.cell import Mutation
 from shardwright.verify.matrix import Report, verify
 from tests.multiprocess import mutations_experts as m
+from tests.multiprocess.bugs import ModelBug as Bug
+from tests.multiprocess.bugs import assert_caught, assert_clean
 from tests.multiprocess.models import recipe_of
 from tests.multiprocess.mutations import nothing
 from tests.multiprocess.pool import RankPool
@@ -24,16 +24,6 @@ EP_OF_CONTEXT = Layout(cp=2, ep=2, cp_method="all_gather")
 PLAIN = Case(1, documents=False)
 LOSSES = Case(2, "full", router_losses=True)
 CAPACITY = Case(1, capacity_factor=0.6)
-
-
-class Bug(NamedTuple):
-    """A mutation, the model and cell that must catch it, and the comparison that does."""
-
-    mutation: Mutation
-    config: dict[str, Any]
-    layout: Layout
-    case: Case
-    caught_by: str
 
 
 BUGS = [
@@ -62,15 +52,9 @@ def _verify(ranks: RankPool, bug: Bug, mutation: Mutation) -> Report:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
 def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
-    report = _verify(ranks, bug, bug.mutation)
-    (cell,) = report.cells
-    assert not report.passed
-    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
-    failed = {finding.quantity for finding in cell.findings if not finding.passed}
-    assert bug.caught_by in failed
+    assert_caught(_verify(ranks, bug, bug.mutation), bug.caught_by)
 
 
 @pytest.mark.parametrize("bug", {(str(b.layout), str(b.case)): b for b in BUGS}.values(), ids=lambda b: f"{b.layout}-{b.case}")
 def test_without_a_bug_the_same_cells_pass(ranks: RankPool, bug: Bug) -> None:
-    report = _verify(ranks, bug, nothing)
-    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
+    assert_clean(_verify(ranks, bug, nothing))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 
 from shardwright.architecture import shape_of
@@ -12,6 +10,7 @@ from shardwright.verify.cases import Case
 from shardwright.verify.cell import Mutation
 from shardwright.verify.matrix import Report, verify
 from tests.multiprocess import mutations_pipeline as m
+from tests.multiprocess.bugs import Bug, assert_caught, assert_clean
 from tests.multiprocess.models import LLAMA, recipe_of
 from tests.multiprocess.mutations import nothing
 from tests.multiprocess.pool import RankPool
@@ -19,15 +18,6 @@ from tests.multiprocess.pool import RankPool
 PLAIN, TIED = Case(4, tied=False), Case(4, tied=True)
 PIPE, SPLIT = Layout(pp=2), Layout(pp=2, schedule="zb_h1")
 SHARDED, SHARDED_SPLIT = Layout(pp=2, dp_shard=2, zero_stage=1), Layout(pp=2, dp_shard=2, zero_stage=2, schedule="zb_h1")
-
-
-class Bug(NamedTuple):
-    """A mutation, the cell that must catch it, and the comparison that does."""
-
-    mutation: Mutation
-    layout: Layout
-    case: Case
-    caught_by: str
 
 
 BUGS = [
@@ -54,12 +44,7 @@ def _verify(ranks: RankPool, bug: Bug, mutation: Mutation) -> Report:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
 def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
-    report = _verify(ranks, bug, bug.mutation)
-    (cell,) = report.cells
-    assert not report.passed
-    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
-    failed = {finding.quantity for finding in cell.findings if not finding.passed}
-    assert bug.caught_by in failed, failed
+    assert_caught(_verify(ranks, bug, bug.mutation), bug.caught_by)
 
 
 CELLS = list(dict.fromkeys((bug.layout, bug.case) for bug in BUGS))
@@ -67,5 +52,4 @@ CELLS = list(dict.fromkeys((bug.layout, bug.case) for bug in BUGS))
 
 @pytest.mark.parametrize(("layout", "case"), CELLS, ids=str)
 def test_the_same_cells_pass_without_a_bug(ranks: RankPool, layout: Layout, case: Case) -> None:
-    report = _verify(ranks, Bug(nothing, layout, case, ""), nothing)
-    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
+    assert_clean(_verify(ranks, Bug(nothing, layout, case, ""), nothing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from shardwright.verify.cases import Case
 from shardwright.verify.cell import Mutation
 from shardwright.verify.matrix import Report, verify
 from tests.multiprocess import mutations_tensor as m
+from tests.multiprocess.bugs import ModelBug as Bug
+from tests.multiprocess.bugs import assert_caught, assert_clean
 from tests.multiprocess.models import GPT2, QWEN3, recipe_of
 from tests.multiprocess.mutations import nothing
 from tests.multiprocess.pool import RankPool
@@ -31,16 +33,6 @@ ACCUMULATED = Case(2)
 DROPPING = Case(1, "full", dropout=True)
 QWEN = QWEN3 | {"intermediate_size": 28}
 OLMO = CASES["olmo2"]
-
-
-class Bug(NamedTuple):
-    """A mutation, the model and cell that must catch it, and the comparison that does."""
-
-    mutation: Mutation
-    config: dict[str, Any]
-    layout: Layout
-    case: Case
-    caught_by: str
 
 
 BUGS = [
@@ -71,12 +63,7 @@ def _verify(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case,
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.mutation.__name__}-{bug.layout}")
 def test_the_verifier_sees(ranks: RankPool, bug: Bug) -> None:
-    report = _verify(ranks, bug.config, bug.layout, bug.case, bug.mutation)
-    (cell,) = report.cells
-    assert not report.passed
-    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
-    failed = {finding.quantity for finding in cell.findings if not finding.passed}
-    assert bug.caught_by in failed
+    assert_caught(_verify(ranks, bug.config, bug.layout, bug.case, bug.mutation), bug.caught_by)
 
 
 CELLS = {(bug.config["model_type"], str(bug.layout), str(bug.case)): bug for bug in BUGS}
@@ -84,8 +71,7 @@ CELLS = {(bug.config["model_type"], str(bug.layout), str(bug.case)): bug for bug
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=lambda bug: f"{bug.config['model_type']}-{bug.layout}-{bug.case}")
 def test_without_a_bug_the_same_cells_pass(ranks: RankPool, cell: Bug) -> None:
-    report = _verify(ranks, cell.config, cell.layout, cell.case, nothing)
-    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
+    assert_clean(_verify(ranks, cell.config, cell.layout, cell.case, nothing))
 
 
 def smoothed_wrongly() -> list[Tensor]:

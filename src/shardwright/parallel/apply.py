@@ -43,9 +43,9 @@ from shardwright.numerics.recompute import recompute_runner
 from shardwright.parallel.context import context_cut
 from shardwright.parallel.expert import expert_cut
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.model import ParallelModel, local_part, narrow
+from shardwright.parallel.model import ParallelModel, local_part
 from shardwright.parallel.pipeline import Pipeline, StageRoot
-from shardwright.parallel.reduce import pending_sums
+from shardwright.parallel.reduce import narrow, pending_sums
 from shardwright.parallel.replicate import replicate
 from shardwright.parallel.shard import shard, shard_root
 from shardwright.parallel.tensor import tensor_cut

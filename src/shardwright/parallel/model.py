@@ -14,23 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loader import MicroBatch
-from shardwright.layout import BATCH_AXES, DATA_AXES, Bounds, Held, Layout, ParameterLayout, RankGrid, held
+from shardwright.layout import BATCH_AXES, DATA_AXES, Held, Layout, ParameterLayout, RankGrid, held
 from shardwright.model.decoder import Decoder
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.pipeline import Arguments, Mark, Pipeline
-from shardwright.parallel.reduce import PendingSum, make_sums
+from shardwright.parallel.reduce import PendingSum, make_sums, narrow
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; no copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def narrow(tensor: Tensor, bounds: Bounds) -> Tensor:
-    """A view of a box of a tensor."""
-    for dim, (start, length) in enumerate(bounds):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 class ParallelModel:

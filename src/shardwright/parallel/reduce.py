@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.layout import DATA_AXES, ParameterLayout, held
+from shardwright.layout import DATA_AXES, Bounds, ParameterLayout, held
 from shardwright.parallel.mesh import Mesh
 
 
@@ -22,7 +22,7 @@ class PendingSum:
     """`boxes` (start, length per dimension) of a parameter's local gradient are summed over `group`."""
 
     name: str
-    boxes: tuple[tuple[tuple[int, int], ...], ...]
+    boxes: tuple[Bounds, ...]
     group: dist.ProcessGroup
 
 
@@ -82,7 +82,7 @@ def make_sums(sums: Iterable[PendingSum], gradients: Mapping[str, Tensor], *, bu
     for pending in sums:
         gradient = gradients[pending.name]
         parts = by_kind.setdefault((pending.group, gradient.dtype), [])
-        parts += [_narrow(gradient, box) for box in pending.boxes]
+        parts += [narrow(gradient, box) for box in pending.boxes]
     # Sums over one group must be done before those over another begin, where a tensor is in both; they run in the same order
     # on every rank, because descriptors come in the model's order.
     for (group, _), parts in by_kind.items():
@@ -90,8 +90,9 @@ def make_sums(sums: Iterable[PendingSum], gradients: Mapping[str, Tensor], *, bu
             _sum_bucket(bucket, group)
 
 
-def _narrow(tensor: Tensor, box: tuple[tuple[int, int], ...]) -> Tensor:
-    for dim, (start, length) in enumerate(box):
+def narrow(tensor: Tensor, bounds: Bounds) -> Tensor:
+    """A view of a box of a tensor."""
+    for dim, (start, length) in enumerate(bounds):
         tensor = tensor.narrow(dim, start, length)
     return tensor
 

@@ -7,7 +7,8 @@ from collections import Counter
 import torch
 
 from shardwright.checkpoint.exchange import Ranks
-from shardwright.parallel.model import ParallelModel, local_part, narrow
+from shardwright.parallel.model import ParallelModel, local_part
+from shardwright.parallel.reduce import narrow
 
 
 def differing_replicas(model: ParallelModel) -> str | None:

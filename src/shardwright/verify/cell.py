@@ -22,7 +22,8 @@ from shardwright.model import Decoder
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.model import local_part, narrow
+from shardwright.parallel.model import local_part
+from shardwright.parallel.reduce import narrow
 from shardwright.plan import Plan
 from shardwright.train.step import StepLoss, accumulate_gradients, update
 from shardwright.verify.oracle import (

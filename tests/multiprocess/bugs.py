@@ -1,0 +1,43 @@
+"""Bugs that are put back on purpose, and what it means that the verifier sees them; what the tests of all mutations share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from shardwright.layout import Layout
+from shardwright.verify.cases import Case
+from shardwright.verify.cell import Mutation
+from shardwright.verify.matrix import Report
+
+
+class Bug(NamedTuple):
+    """A mutation, a cell that must catch it, and the comparison that does."""
+
+    mutation: Mutation
+    layout: Layout
+    case: Case
+    caught_by: str
+
+
+class ModelBug(NamedTuple):
+    """A mutation, the model and cell that must catch it, and the comparison that does."""
+
+    mutation: Mutation
+    config: dict[str, Any]
+    layout: Layout
+    case: Case
+    caught_by: str
+
+
+def assert_caught(report: Report, caught_by: str) -> None:
+    """Fail unless the one cell fails by a wrong number, and in this comparison."""
+    (cell,) = report.cells
+    assert not report.passed
+    assert cell.failure is None, f"it broke, where a wrong number was wanted: {cell.failure}"
+    failed = {finding.quantity for finding in cell.findings if not finding.passed}
+    assert caught_by in failed, failed
+
+
+def assert_clean(report: Report) -> None:
+    """Fail unless every comparison passes."""
+    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
