@@ -1,11 +1,14 @@
-"""A rehearsal says what a real run of the same layout does: its collectives one by one, its peak within two percent."""
+"""A rehearsal says what a real run of the same layout does: its collectives one by one, its peak within 0.2 percent (DDP: 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -72,8 +75,8 @@ def a_real_step(plan: Plan) -> tuple[int, list[Collective]]:
     step()  # libraries take their workspaces, DDP arranges its buckets
     with Recorder() as recorder:
         step()
-    # Now and then gloo's thread has not let go of an operand that the step is done with: the least of a few steps.
-    return before + min(_allocated_by(step) for _ in range(4)), recorder.collectives
+    with _operands_let_go():
+        return before + min(_allocated_by(step) for _ in range(3)), recorder.collectives
 
 
 def _allocated_by(step: Callable[[], None]) -> int:
@@ -90,14 +93,30 @@ def _allocated_by(step: Callable[[], None]) -> int:
     return peak
 
 
+@contextmanager
+def _operands_let_go() -> Iterator[None]:
+    """Hold every rank for a moment after each wait, so that what is measured is the step and not a race.
+
+    Gloo's worker thread tells the waiting thread that a collective is done before it drops its own references to the
+    operands; on an idle machine the step is then some kernels further, with the operands still counted as held.
+    """
+    wait = dist.Work.wait
+
+    def wait_and_a_moment(work: dist.Work, *args: Any) -> bool:
+        done = wait(work, *args)
+        time.sleep(0.002)
+        return done
+
+    with patch.object(dist.Work, "wait", wait_and_a_moment):
+        yield
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.numel() * local.element_size())
 
 
 def _real_fill(specs: Any, param: torch.dtype) -> Any:
-    from unittest.mock import patch
-
     original = rehearsed.apply_layout
 
     def filled(*args: Any, **options: Any) -> Any:
@@ -139,6 +158,7 @@ def test_a_rehearsal_is_a_real_run_without_its_memory(ranks: RankPool, layout: L
             (call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls
         ]
     # DDP copies gradients into its buckets in C++, where the rehearsal does not see what it takes meanwhile.
-    assert report.peak_bytes == pytest.approx(peak, rel=0.02 if layout.zero_stage else 0.04)
+    wrapped_by_ddp = layout.dp_replicate > 1 and layout.zero_stage == 0
+    assert report.peak_bytes == pytest.approx(peak, rel=0.04 if wrapped_by_ddp else 0.002)
     assert RankGrid(layout).coordinates(0) == dict(report.coordinates)
     assert not dist.is_initialized()
