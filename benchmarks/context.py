@@ -27,7 +27,7 @@ import torch
 from benchmarks.case import LLAMA_29M, shifted_labels, synthetic_tokens
 from benchmarks.conditions import read_conditions
 from shardwright.architecture import read_config
-from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder

@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from benchmarks.conditions import read_conditions
 from shardwright.architecture import ModelShape, read_config
+from shardwright.config.layout import LayoutSection
 from shardwright.config.load import parse_layout
-from shardwright.config.schema import LayoutSection, OptimizerSection, PrecisionSection
+from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid, resolve_layout
 from shardwright.model import Decoder

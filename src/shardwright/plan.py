@@ -9,7 +9,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.config.schema import PrecisionSection, Recipe, RecomputeKind, TrainingSection
+from shardwright.config.schema import Recipe, RecomputeKind
+from shardwright.config.training import PrecisionSection, TrainingSection
 from shardwright.errors import DataError, LayoutError, RecipeError
 from shardwright.layout.degrees import Layout, resolve_layout
 from shardwright.schedule import load_schedule

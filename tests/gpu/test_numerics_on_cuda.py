@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwright.config.schema import OptimizerSection
+from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterLayout
 from shardwright.numerics import chunked_cross_entropy, clip_, global_norm
 from shardwright.optim import build_optimizer, load_optimizer_values, optimizer_tensors, optimizer_values

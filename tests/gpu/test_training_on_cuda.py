@@ -16,7 +16,7 @@ from shardwright.architecture import ModelShape
 from shardwright.checkpoint.load import load_checkpoint
 from shardwright.checkpoint.save import save_checkpoint
 from shardwright.config import Recipe
-from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwright.architecture import read_config, shape_of
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.init import initialise

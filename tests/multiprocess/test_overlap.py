@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.rehearse.collectives import NAMESPACES, describe
 from shardwright.train.step import accumulate_gradients

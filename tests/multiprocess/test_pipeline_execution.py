@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import read_config
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.model import Decoder

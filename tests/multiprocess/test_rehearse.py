@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardwright.architecture import read_config
 from shardwright.config import Recipe
 from shardwright.config.load import validate_recipe
-from shardwright.config.schema import PrecisionKind
+from shardwright.config.training import PrecisionKind
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.init import initialise
 from shardwright.numerics.precision import dtypes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import read_config, shape_of
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.layout import Layout
 from shardwright.model import Decoder

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwright.architecture import read_config
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.context import build_context

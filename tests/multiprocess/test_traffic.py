@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, RankGrid
 from shardwright.rehearse.collectives import Collective, Recorder, bytes_by_axis
 from shardwright.train.step import accumulate_gradients

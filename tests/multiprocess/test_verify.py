@@ -11,7 +11,7 @@ import yaml
 
 from shardwright.architecture import shape_of
 from shardwright.cli.main import run
-from shardwright.config.schema import LayoutSection
+from shardwright.config.layout import LayoutSection
 from shardwright.layout import Layout
 from shardwright.verify.cases import DTYPES, Case, choose_cases, choose_layouts
 from shardwright.verify.matrix import Report, verify

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.config.schema import TrainingSection
+from shardwright.config.training import TrainingSection
 from shardwright.errors import DataError, InputError
 from shardwright.plan import count_steps, resolve_batch
 

@@ -11,7 +11,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from shardwright.config.schema import LayoutSection, Recipe
+from shardwright.config.layout import LayoutSection
+from shardwright.config.schema import Recipe
 from shardwright.errors import LayoutError, RecipeError, nearest
 
 _ENVIRONMENT = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.config.schema import DataSection
+from shardwright.config.data import DataSection
 from shardwright.data.sources import Broken, Piece, SourceFile, read_files
 from shardwright.errors import DataError
 

@@ -10,7 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from shardwright.config.schema import Recipe, Source
+from shardwright.config.data import Source
+from shardwright.config.schema import Recipe
 from shardwright.data.assemble import choose_packing, open_dataset
 from shardwright.data.cache import build_once, cache_root, fingerprint, key_of
 from shardwright.data.chat import ChatTemplate, load_chat_template

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.config.schema import Source
+from shardwright.config.data import Source
 from shardwright.data.cache import build_once, key_of
 from shardwright.data.sources import NOT_RECORDS, is_chosen
 from shardwright.errors import DataError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwright.config.schema import Source
+from shardwright.config.data import Source
 from shardwright.data.formats import KINDS, Records, Unsupported, Unusable, recognise, text_records
 from shardwright.data.records import column_types, holds_strings, open_stream, read_rows
 from shardwright.errors import DataError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from shardwright.config.schema import LayoutSection
+from shardwright.config.layout import LayoutSection
 from shardwright.errors import LayoutError
 
 ZeroStage = Literal[0, 1, 2, 3]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.architecture import ExpertShape, ModelShape
-from shardwright.config.schema import MoeSection
+from shardwright.config.model import MoeSection
 from shardwright.errors import RecipeError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.errors import NonFiniteError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.config.schema import OptimizerSection
+from shardwright.config.training import OptimizerSection
 
 logger = logging.getLogger(__name__)
 

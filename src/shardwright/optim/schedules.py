@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shardwright.config.schema import TrainingSection
+from shardwright.config.training import TrainingSection
 
 
 def learning_rate_at(step: int, training: TrainingSection, total_steps: int, global_batch_size: int) -> float:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardwright import placement
-from shardwright.config.schema import ClusterSection, LayoutSection, Recipe
+from shardwright.config.layout import ClusterSection, LayoutSection
+from shardwright.config.schema import Recipe
 from shardwright.errors import InputError, LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.load import parse_cluster

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.architecture import ModelShape, read_config
-from shardwright.config.schema import OptimizerSection, Recipe
+from shardwright.config.schema import Recipe
+from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plan import resolve_batch

@@ -8,7 +8,7 @@ import os
 import torch
 
 from shardwright.config import Recipe
-from shardwright.config.schema import ClusterSection
+from shardwright.config.layout import ClusterSection
 from shardwright.errors import InputError, LayoutError
 from shardwright.hardware.load import find_accelerator
 from shardwright.planner.automatic import choose_layout, cluster_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.config.schema import Source
+from shardwright.config.data import Source
 from shardwright.data.chat import load_chat_template
 from shardwright.data.conversation import Unusable
 from shardwright.data.sources import Broken, identify, list_files, read_files

@@ -8,8 +8,9 @@ from itertools import product
 from typing import Literal
 
 from shardwright.architecture import ModelShape
+from shardwright.config.layout import LayoutSection
 from shardwright.config.load import parse_layout
-from shardwright.config.schema import LayoutSection, RecomputeKind
+from shardwright.config.schema import RecomputeKind
 from shardwright.errors import ArchitectureError, LayoutError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.model.routing import ExpertRules

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwright.config.schema import OptimizerSection, PrecisionSection
+from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch, step_micro_batches
 from shardwright.layout import Layout, RankGrid

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
-from shardwright.config.schema import OptimizerSection
+from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
 from shardwright.placement import check

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.architecture import ModelShape, ParameterSpec
-from shardwright.config.schema import OptimizerSection
+from shardwright.config.training import OptimizerSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.model import Decoder, DropoutKey
 from shardwright.model.init import Narrow, initialise

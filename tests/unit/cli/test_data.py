@@ -13,7 +13,7 @@ from rich.console import Console
 from shardwright.cli.data import as_json, data_command, render, run_length, show_samples
 from shardwright.config import Recipe
 from shardwright.config.load import validate_recipe
-from shardwright.config.schema import TokenizerSection
+from shardwright.config.model import TokenizerSection
 from shardwright.data.fit import prepare_for_model
 from shardwright.data.preview import count_free_positions, read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError

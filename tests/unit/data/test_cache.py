@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.config.schema import Source
+from shardwright.config.data import Source
 from shardwright.data import cache
 from shardwright.data.cache import build_once, cache_root, fingerprint
 from shardwright.data.sources import list_files

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwright.config.schema import DataSection
+from shardwright.config.data import DataSection
 from shardwright.data.corpus import Corpus, Side, divide, weigh
 from shardwright.data.sources import list_files
 from shardwright.errors import DataError

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shardwright.config.schema import Source
+from shardwright.config.data import Source
 from shardwright.data import records
 from shardwright.data.records import Row, read_rows
 from shardwright.data.sources import Broken, Piece, identify, list_files, read_files

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from shardwright.config.schema import Source
+from shardwright.config.data import Source
 from shardwright.data import sources
 from shardwright.data.sources import Broken, Piece, list_files, read_files
 from shardwright.errors import DataError

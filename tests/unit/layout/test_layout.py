@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.config.layout import LayoutSection
 from shardwright.config.load import parse_layout
-from shardwright.config.schema import LayoutSection
 from shardwright.errors import LayoutError
 from shardwright.layout import AXES, Layout, RankGrid, resolve_layout
 

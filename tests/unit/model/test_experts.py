@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwright.architecture import ExpertShape, ModelShape, ParameterSpec, read_config
-from shardwright.config.schema import MoeSection
+from shardwright.config.model import MoeSection
 from shardwright.errors import ArchitectureError, RecipeError, WeightsError
 from shardwright.model import Decoder
 from shardwright.model.export import write_folder

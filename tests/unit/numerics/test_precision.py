@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from shardwright.config.schema import PrecisionSection
+from shardwright.config.training import PrecisionSection
 from shardwright.errors import NonFiniteError
 from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
 

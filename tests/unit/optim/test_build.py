@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardwright.config.schema import OptimizerSection
+from shardwright.config.training import OptimizerSection
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.optim.build import choose_implementation
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.config.schema import TrainingSection
+from shardwright.config.training import TrainingSection
 from shardwright.optim import learning_rate_at
 
 PEAK, MINIMUM = 1e-3, 1e-4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.config.schema import OptimizerSection
+from shardwright.config.training import OptimizerSection
 from shardwright.errors import CheckpointError
 from shardwright.optim import build_optimizer, load_optimizer_values, optimizer_tensors, optimizer_values
 

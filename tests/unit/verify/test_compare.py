@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.architecture import read_config
-from shardwright.config.schema import LayoutSection
+from shardwright.config.layout import LayoutSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import step_micro_batches
 from shardwright.errors import ArchitectureError, LayoutError
