@@ -32,6 +32,8 @@ Cut = Literal["columns", "rows", "vocabulary", "residual", "heads", "partial", "
                  first rank, before the sum
 """
 
+Adapters share the role of the matrix that they stand beside, and are cut with it (`_adapter_shard`).
+
 TENSOR_CUTS: dict[Role, Cut] = {
     "embedding": "vocabulary",
     "head": "vocabulary",
@@ -84,7 +86,7 @@ def _place(spec: ParameterSpec, shape: ModelShape, layout: Layout, stages: Seque
     # What no gradient trains stays whole: FSDP2 would hand it out rounded to the compute precision.
     if layout.zero_stage >= 1 and layout.degree(zero_axis) > 1 and spec.trained:
         shards.append(Shard(zero_axis, 0))
-    partial = within is None and (cut in ("heads", "partial", *EXPERT_CUTS) or layout.sequence_parallel)
+    partial = within is None and (cut in ("heads", "partial", *EXPERT_CUTS) or layout.sequence_parallel or spec.part is not None)
     summed = in_use(layout, *data_axes, *(("tp",) if partial else ()))
     holders = (0,) if stages is None else _holders(spec, shape, stages)
     if len(holders) > 1:
@@ -111,6 +113,8 @@ def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int)
     """How `degree` ranks cut the parameter; None where each holds all of it."""
     if cut in EXPERT_CUTS:
         return _expert_shard(spec, shape, degree)
+    if spec.beside is not None:
+        return _adapter_shard(spec, spec.beside, cut, shape, degree)
     if cut == "vocabulary":
         return Shard("tp", 0, (Section(0, spec.shape[0], degree),))
     outputs, inputs = (0, 1) if shape.matrix_layout == "out_in" else (1, 0)
@@ -125,6 +129,23 @@ def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int)
 
 def _columns(spec: ParameterSpec, shape: ModelShape, degree: int) -> tuple[Section, ...]:
     """The sections of a column-cut projection's outputs. Heads are the unit; of few key-value heads several ranks hold one."""
+def _adapter_shard(spec: ParameterSpec, matrix: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
+    """An adapter is cut as its matrix: A over the inputs, B and the magnitude over the outputs, else whole.
+
+    What is whole meets what is cut: A makes the features that all pieces of B take in, B gives partial sums of what the pieces of A
+    make, and so every rank has a part of the gradient.
+    """
+    around = _tensor_shard(matrix, cut, shape, degree)
+    if around is None:
+        return None
+    inputs, outputs = len(matrix.shape) - 1, len(matrix.shape) - 2
+    if shape.lies_in_out(matrix):
+        inputs, outputs = outputs, inputs
+    if spec.part == "lora_A":
+        return replace(around, dim=len(spec.shape) - 1) if around.dim == inputs else None
+    return replace(around, dim=len(matrix.shape) - 2) if around.dim == outputs else None
+
+
     queries, keys = shape.query_width, shape.kv_width
     kv_pieces = min(degree, shape.num_kv_heads)
     if spec.role in ("key", "value", "key_norm"):
@@ -165,7 +186,7 @@ def stages_of(shape: ModelShape, layout: Layout, sequence_length: int) -> tuple[
         return None
     ranks = rank_of_stage(layout.schedule, layout.pp, layout.virtual_stages)
     costs = [0.0] * shape.num_layers
-    for spec in shape.parameters():
+    for spec in shape.base.parameters():  # adapters are too small to move a border
         if spec.layer is not None:
             costs[spec.layer] += 6.0 * matmul_parameters([spec], tied=False, active_share=shape.active_share)
     for index, layer in enumerate(shape.layers):

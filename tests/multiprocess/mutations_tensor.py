@@ -173,7 +173,9 @@ def statistics_of_the_own_heads() -> Iterator[None]:
 def bias_on_every_share() -> Iterator[None]:
     """The bias of a row-cut product is added by every rank before the sum."""
 
-    def early(self: Linear, x: Tensor, sum_shares: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def early(
+        self: Linear, x: Tensor, sum_shares: Callable[[Tensor], Tensor] | None = None, _dropout: Dropout | None = None
+    ) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         product = self._multiply(x, bias)
         return product if sum_shares is None else sum_shares(product)
@@ -187,7 +189,7 @@ def input_gradient_keeps_the_own_share() -> Iterator[None]:
     """The feed-forward's input gets the gradient of a rank's own features."""
     original = FeedForward.forward
 
-    def local(self: FeedForward, x_BTD: Tensor, tensor: TensorParallel | None = None) -> Tensor:
+    def local(self: FeedForward, x_BTD: Tensor, tensor: TensorParallel | None = None, _dropout: Dropout | None = None) -> Tensor:
         if tensor is None:
             return original(self, x_BTD)
         if tensor.sequence_parallel:

@@ -1,10 +1,11 @@
 """What a model is, from its config.json: shapes, parameters by name, counts. Torch-free."""
 
+from shardwright.architecture.adapters import AdapterShape
 from shardwright.architecture.cut import cut
 from shardwright.architecture.experts import ExpertShape
 from shardwright.architecture.families import FAMILIES
 from shardwright.architecture.latent import LatentShape
-from shardwright.architecture.parameters import FilePiece, Init, Normal, Ones, ParameterSpec, Role, Zeros
+from shardwright.architecture.parameters import FilePiece, Init, Normal, Ones, ParameterSpec, Role, RowNorms, Uniform, Zeros
 from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config
 from shardwright.architecture.recipe import shape_of
 from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
@@ -14,6 +15,7 @@ __all__ = [
     "INERT_FIELDS",
     "OFF_FIELDS",
     "Activation",
+    "AdapterShape",
     "ExpertShape",
     "FilePiece",
     "Init",
@@ -25,6 +27,8 @@ __all__ = [
     "ParameterSpec",
     "Role",
     "RopeShape",
+    "RowNorms",
+    "Uniform",
     "Zeros",
     "cut",
     "read_config",

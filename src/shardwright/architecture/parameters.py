@@ -26,7 +26,21 @@ class Zeros:
     """All zeros."""
 
 
-Init = Normal | Ones | Zeros
+@dataclass(frozen=True)
+class Uniform:
+    """Independent values, uniform between -bound and bound."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class RowNorms:
+    """The lengths of the rows (one per output) of the matrix that the parameter stands beside."""
+
+
+Init = Normal | Ones | Zeros | Uniform | RowNorms
+
+AdapterPart = Literal["lora_A", "lora_B", "lora_magnitude_vector"]
 
 Role = Literal[
     "embedding", "positions", "head", "norm",
@@ -67,6 +81,8 @@ class ParameterSpec:
     (the gate's rows, then the up projection's), with `{expert}` for the number.
 
     `trained` is False where no gradient reaches the values and a rule of the step sets them; files keep those in fp32.
+
+    A part of an adapter says in `part` which it is, and in `beside` the matrix that it is added to, whose role it shares.
     """
 
     name: str
@@ -76,6 +92,8 @@ class ParameterSpec:
     init: Init
     stored: tuple[str, ...] = ()
     trained: bool = True
+    part: AdapterPart | None = None
+    beside: ParameterSpec | None = None
 
     @property
     def num_elements(self) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwright.architecture import count
+from shardwright.architecture.adapters import AdapterShape, adapted_parameters
 from shardwright.architecture.experts import ExpertShape, expert_parameters
 from shardwright.architecture.latent import LatentShape, latent_parameters
 from shardwright.architecture.names import LLAMA, Names
@@ -68,7 +69,7 @@ class ModelShape:
     head 1). `norm_offset` is added to a norm's weight at use (Gemma's 1 + w). `qk_norm` normalises queries and keys per
     head or over the full width before they are cut into heads. `latent` makes queries, keys and values out of latents;
     `head_dim` is then a query head's width. `attention_sinks` are a learned logit per head that takes part in the softmax and
-    gives nothing. `experts` is what the sparse layers have.
+    gives nothing. `experts` is what the sparse layers have. `adapters` stand beside some matrices; all else is frozen then.
     """
 
     family: str
@@ -102,6 +103,7 @@ class ModelShape:
     attention_sinks: bool = False
     latent: LatentShape | None = None
     experts: ExpertShape | None = None
+    adapters: AdapterShape | None = None
     final_soft_cap: float | None = None
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -150,9 +152,22 @@ class ModelShape:
             return {}
         return {f"{self.names.head}.weight": f"{self.names.root}.{self.names.embedding}.weight"}
 
+    @property
+    def base(self) -> ModelShape:
+        """The model without its adapters."""
+        return self if self.adapters is None else replace(self, adapters=None)
+
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Every parameter in the decoder's order, tied ones once under their owner's name."""
-        return tuple(_parameters(self))
+        """Every parameter in the decoder's order, tied ones once under their owner's name; adapters behind their matrix."""
+        specs = _parameters(self)
+        return tuple(specs if self.adapters is None else adapted_parameters(specs, self.adapters, self.lies_in_out))
+
+    def lies_in_out(self, spec: ParameterSpec) -> bool:
+        """Whether a matrix's (or each of its experts') inputs come before its outputs."""
+        if spec.role in count.EXPERT_ROLES:
+            assert self.experts is not None
+            return self.experts.matrix_layout == "in_out"
+        return self.matrix_layout == "in_out"
 
     @property
     def num_parameters(self) -> int:
@@ -167,10 +182,16 @@ class ModelShape:
     def flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs of forward and backward for one token of a causal sequence; the convention is `count`'s.
 
-        Of the experts' matrices those count that the token is sent to.
+        Of the experts' matrices those count that the token is sent to. A frozen matrix costs 4 a token and element: its own
+        gradient is not made.
         """
-        specs = self.parameters()
-        products = 6.0 * count.matmul_parameters(specs, tied=self.tied_embeddings, active_share=self.active_share)
+
+        def elements(specs: list[ParameterSpec]) -> float:
+            return count.matmul_parameters(specs, tied=self.tied_embeddings, active_share=self.active_share)
+
+        parts = [spec for spec in self.parameters() if spec.part is not None]
+        frozen_at = 6.0 if self.adapters is None else 4.0
+        products = frozen_at * elements(list(self.base.parameters())) + 6.0 * elements(parts)
         return products + sum(
             count.attention_flops_per_token(self.query_width, self.value_width, sequence_length, layer.window)
             for layer in self.layers

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from shardwright.config.adapters import AdapterSection
 from shardwright.config.data import DataSection
 from shardwright.config.layout import Cluster, Layout, LayoutSection
 from shardwright.config.model import ModelSection, MoeSection, TokenizerSection
 from shardwright.config.section import NonNegative, Section
 from shardwright.config.training import EvaluationSection, OptimizerSection, Precision, PrecisionSection, TrainingSection
-from shardwright.config.upkeep import CheckpointSection, ElasticSection, RunSection
+from shardwright.config.upkeep import CheckpointSection, ElasticSection, RunSection, WatchdogSection
 
 RecomputeKind = Literal["none", "selective", "full"]
 
@@ -39,7 +40,16 @@ class Recipe(Section):
     cluster: Cluster = None
     """What `layout: auto` plans for; default the devices of this machine."""
     moe: MoeSection = MoeSection()
+    adapters: AdapterSection | None = None
+    """Low-rank adapters to train in place of the model's own weights."""
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
+    watchdog: WatchdogSection = WatchdogSection()
     run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _adapters_train_alone(self) -> Recipe:
+        if self.adapters is not None and self.model.freeze:
+            raise ValueError("`adapters` freeze all of the model's own weights: leave `model.freeze` out")
+        return self

@@ -6,6 +6,7 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.config.schema import Recipe
 from shardwright.data.prepare import Prepared, Progress, prepare
 
+from shardwright.architecture.targets import with_adapters
 _ANY_VOCABULARY = 1 << 20
 """Stands in for the tokenizer's size while there is no tokenizer: more ids than any has."""
 
@@ -30,4 +31,4 @@ def prepare_for_model(recipe: Recipe, *, progress: Progress | None = None) -> tu
 def _read(recipe: Recipe, config: dict[str, object] | str) -> ModelShape:
     shape = read_config(config)
     shape.check_sequence_length(recipe.training.sequence_length)
-    return shape
+    return with_adapters(shape, recipe.adapters)

@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
         tensor = context.tensor
-        q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD if tensor is None else tensor.enter(x_BTD), tensor)
+        q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD if tensor is None else tensor.enter(x_BTD), tensor, dropout)
         if self.layer.rope is not None:
             cos, sin = context.rope_tables[self.layer.rope]
             q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
@@ -64,15 +64,15 @@ class Attention(nn.Module):
             k_BKSE, v_BKSE = context.cache.extend(self.index, k_BKSE, v_BKSE)
         out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
         out = getattr(self, self.names.attention_out)
-        return out(out_BHTE.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave)
+        return out(out_BHTE.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave, dropout)
 
-    def _project(self, x_BTD: Tensor, tensor: TensorCut | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_BTD: Tensor, tensor: TensorCut | None, dropout: Dropout | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the heads that this rank has."""
         names, head_dim = self.names, self.head_dim
         if names.qkv is None:
-            q, k, v = (getattr(self, name)(x_BTD) for name in (names.query, names.key, names.value))
+            q, k, v = (getattr(self, name)(x_BTD, None, dropout) for name in (names.query, names.key, names.value))
         else:
-            fused = getattr(self, names.qkv)(x_BTD)
+            fused = getattr(self, names.qkv)(x_BTD, None, dropout)
             if self.qkv_layout == "heads":
                 q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
                 return q, k, v

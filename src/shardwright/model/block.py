@@ -75,19 +75,19 @@ class Block(nn.Module):
         names = self.names
         normed = self._norm(names.pre_attention_norm, x_BTD)
         attended = self._norm(names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout))
-        dropout = None if dropout is None else dropout.share(context.tensor)
-        attended = self._drop(attended, Site.ATTENTION_OUT, dropout)
+        own = None if dropout is None else dropout.share(context.tensor)
+        attended = self._drop(attended, Site.ATTENTION_OUT, own)
         if self.parallel:
-            fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context)
-            return self._drop(fed, Site.FEED_FORWARD, dropout) + attended + x_BTD
+            fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
+            return self._drop(fed, Site.FEED_FORWARD, own) + attended + x_BTD
         x_BTD = self._add(x_BTD, attended)
-        fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context)
-        fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, dropout)
+        fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
+        fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, own)
         return self._add(x_BTD, fed)
 
-    def _feed(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+    def _feed(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
         module = getattr(self, self.names.mlp)
-        fed: Tensor = module(x_BTD, context) if self.sparse else module(x_BTD, context.tensor)
+        fed: Tensor = module(x_BTD, context, dropout) if self.sparse else module(x_BTD, context.tensor, dropout)
         return fed
 
     def _add_norm(self, name: str | None, shape: ModelShape) -> None:

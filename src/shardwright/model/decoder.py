@@ -6,20 +6,23 @@ Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.architecture import ModelShape
+from shardwright.architecture import AdapterShape, ModelShape
 from shardwright.layout import Stage
 from shardwright.model.block import Block, Recompute, build_norm
 from shardwright.model.cache import KeyValueCache
 from shardwright.model.context import build_context, default_positions
 from shardwright.model.cuts import WHOLE, Cuts
 from shardwright.model.dropout import DropoutKey, Site
+from shardwright.model.linear import Linear
+from shardwright.model.moe import Experts
 from shardwright.model.routing import ExpertRules, RouterTally, RoutingContext
 from shardwright.model.tensor_cut import TensorCut, Vocabulary
 
@@ -89,6 +92,8 @@ class Decoder(nn.Module):
     """
 
     cuts: Cuts = WHOLE
+    reads_root_backward = False
+    """Whether the backward pass reads more of what lies outside the blocks than the last norm's weight."""
 
     def __init__(
         self,
@@ -117,6 +122,8 @@ class Decoder(nn.Module):
         root.add_module(names.final_norm, build_norm(shape))
         if not shape.tied_embeddings:
             self.add_module(names.head, Head(shape.vocab_size, shape.hidden_size))
+        if shape.adapters is not None:
+            self._adapt(shape.adapters)
         log.info("attention: %s", describe_attention(shape, explicit=self.explicit_attention))
 
     @property
@@ -137,6 +144,43 @@ class Decoder(nn.Module):
         owner = self.root.get_submodule(names.embedding) if self.shape.tied_embeddings else self.get_submodule(names.head)
         weight: Tensor = owner.weight  # type: ignore[assignment]
         return weight
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm behind the last block; None on a pipeline stage without it."""
+        return getattr(self.root, self.shape.names.final_norm, None)
+
+    def _adapt(self, adapters: AdapterShape) -> None:
+        """Put adapters beside the matrices that have one; only they take gradients."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        for index, block in enumerate(self.blocks):
+            prefix = f"{self.shape.names.root}.{self.shape.names.layers}.{index}."
+            number = 0
+            for name, module in list(block.named_modules()):
+                if isinstance(module, Linear) and f"{prefix}{name}" in adapters.modules:
+                    module.adapt(adapters, number)
+                    number += 1
+                elif isinstance(module, Experts):
+                    for stack in (module.gate_up_name, module.down_name):
+                        if f"{prefix}{name}.{stack}" in adapters.modules:
+                            module.adapt(adapters, stack)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute as the model without its adapters would, for as long as this is entered; nothing where it has none.
+
+        Switched off, adapters get no gradient: enter it under `no_grad` (a frozen reference beside the trained model), because what
+        recomputation does in a backward pass comes after it is left.
+        """
+        adapted = [module for module in self.modules() if isinstance(module, Linear | Experts) and module.adapters is not None]
+        for module in adapted:
+            module.adapter_on = False
+        try:
+            yield
+        finally:
+            for module in adapted:
+                module.adapter_on = True
 
     def set_recompute(self, run: Recompute | None) -> None:
         """Call every block's computation through `run(function, *arguments)`; None calls it directly."""

@@ -27,6 +27,7 @@ class Site(IntEnum):
     ATTENTION = 2
     ATTENTION_OUT = 3
     FEED_FORWARD = 4
+    ADAPTER = 5
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Dropout:
         """Zero each feature of each token with probability `rate`; the others are divided by 1 - rate."""
         keys_BT = _mix(self.keys_BT ^ site.value)
         return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate)
+
+    def drop_adapter(self, x_BTD: Tensor, rate: float, number: int, *, first_feature: int = 0) -> Tensor:
+        """`drop` for the inputs of one of a layer's adapters, of which `first_feature` is the first that this rank has."""
+        keys_BT = _mix(_mix(self.keys_BT ^ Site.ADAPTER.value) ^ _signed(number + 1))
+        return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device, first_feature)), rate)
 
     def drop_attention(
         self, weights_BHTS: Tensor, rate: float, *, first_head: int = 0, key_places_S: Tensor | None = None

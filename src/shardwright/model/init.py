@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.architecture import FilePiece, Normal, Ones, ParameterSpec, Zeros
+from shardwright.architecture import FilePiece, Normal, Ones, ParameterSpec, Uniform, Zeros
 
 TILE = 256
 """Rows and columns of a tile. Changing it changes every initial weight."""
@@ -39,7 +39,7 @@ def initialise(
     """A parameter's initial value, or the slice of it that a rank holds.
 
     Args:
-        spec: name, full shape and scheme (`Normal`, `Ones`, `Zeros`).
+        spec: name, full shape and scheme (`Normal`, `Uniform`, `Ones`, `Zeros`).
         seed: of the run.
         dtype: of the result; the value is the float32 one, cast.
         device: of the result. Numbers are always drawn on the CPU, so that devices agree.
@@ -59,11 +59,11 @@ def initialise(
         return torch.ones(lengths, dtype=dtype, device=device)
     if isinstance(init, Zeros):
         return torch.zeros(lengths, dtype=dtype, device=device)
-    if isinstance(init, Normal):
+    if isinstance(init, Normal | Uniform):
         value = torch.empty(lengths, dtype=dtype)
         for piece in spec.pieces:
-            _fill_piece(value, piece, bounds, seed, init.std)
-        if init.zero_row is not None and bounds[0][0] <= init.zero_row < bounds[0][1]:
+            _fill_piece(value, piece, bounds, seed, init)
+        if isinstance(init, Normal) and init.zero_row is not None and bounds[0][0] <= init.zero_row < bounds[0][1]:
             value[init.zero_row - bounds[0][0]] = 0.0
         return value if device is None else value.to(device)
     raise TypeError(f"{spec.name}: no rule for {init!r}")
@@ -83,7 +83,7 @@ def slice_bounds(name: str, shape: Sequence[int], narrow: Narrow | None) -> tupl
     return bounds
 
 
-def _fill_piece(value: Tensor, piece: FilePiece, bounds: tuple[tuple[int, int], ...], seed: int, std: float) -> None:
+def _fill_piece(value: Tensor, piece: FilePiece, bounds: tuple[tuple[int, int], ...], seed: int, init: Normal | Uniform) -> None:
     """Draw what `value`, the slice `bounds` of a parameter, has of one tensor of the files."""
     common = piece.meet(bounds)
     if common is None:
@@ -91,23 +91,27 @@ def _fill_piece(value: Tensor, piece: FilePiece, bounds: tuple[tuple[int, int], 
     target = value[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))]
     inside = tuple((a - first, b - first) for (a, b), (first, _) in zip(common, piece.box, strict=True))
     leading = len(piece.box) - len(piece.shape)  # one expert of a stack is a tensor of its own in a file
-    _fill_normal(target[(0,) * leading], piece.name, piece.shape, inside[leading:], seed, std)
+    _fill(target[(0,) * leading], piece.name, piece.shape, inside[leading:], seed, init)
 
 
-def _fill_normal(
-    value: Tensor, name: str, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], seed: int, std: float
+def _fill(
+    value: Tensor, name: str, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], seed: int, init: Normal | Uniform
 ) -> None:
     """Draw every tile that `bounds` touches and copy the part of it that is asked for."""
     # One row or one number is a matrix too; from here on there are always two dimensions to tile.
     matrix_shape, matrix_bounds = (1, 1, *shape)[-max(2, len(shape)) :], ((0, 1), (0, 1), *bounds)[-max(2, len(bounds)) :]
     value = value[(None,) * (len(matrix_shape) - len(shape))]
     key = _stream_key(seed, name)
-    scale = np.float32(std)
 
     def draw(tile: _Tile) -> None:
         generator = np.random.Generator(np.random.Philox(key=key, counter=tile.number << 128))
-        values = generator.standard_normal(tile.shape, dtype=np.float32)
-        values *= scale
+        if isinstance(init, Normal):
+            values = generator.standard_normal(tile.shape, dtype=np.float32)
+            values *= np.float32(init.std)
+        else:
+            values = generator.random(tile.shape, dtype=np.float32)
+            values *= np.float32(2.0 * init.bound)
+            values -= np.float32(init.bound)
         target = value[tile.leading][tile.target_rows, tile.target_columns]
         target.copy_(torch.from_numpy(values)[tile.rows, tile.columns])
 

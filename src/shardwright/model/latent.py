@@ -44,9 +44,9 @@ class LatentAttention(Attention):
         names, latent, tensor = self.names, self.latent, context.tensor
         if tensor is not None:
             x_BTD = tensor.enter(x_BTD)
-        queries = self._project_queries(x_BTD).unflatten(-1, (-1, self.head_dim))
+        queries = self._project_queries(x_BTD, dropout).unflatten(-1, (-1, self.head_dim))
         q_plain, q_turned = queries.split([latent.nope_dim, latent.rope_dim], dim=-1)
-        compressed = getattr(self, names.key_value_latent)(x_BTD)
+        compressed = getattr(self, names.key_value_latent)(x_BTD, None, dropout)
         latent_BTL, k_turned_BTR = compressed.split([latent.key_value_rank, latent.rope_dim], dim=-1)
         latent_BTL = getattr(self, names.key_value_latent_norm)(latent_BTL)
         q_turned, k_turned_BT1R = self._turn(q_turned, context), self._turn(k_turned_BTR.unsqueeze(2), context)
@@ -54,22 +54,22 @@ class LatentAttention(Attention):
         if context.cache is not None:
             latent_B1SL, k_turned_B1SR = context.cache.extend(self.index, latent_B1SL, k_turned_B1SR)
         q_BHTE = torch.cat([q_plain, q_turned], dim=-1).transpose(1, 2)
-        k_BHSE, v_BHSV = self._expand(latent_B1SL.squeeze(1), k_turned_B1SR)
+        k_BHSE, v_BHSV = self._expand(latent_B1SL.squeeze(1), k_turned_B1SR, dropout)
         # The fused kernels want values as wide as keys; zeros beside them stay zeros.
         padding = q_BHTE.shape[-1] - v_BHSV.shape[-1]
         if padding > 0:
             v_BHSV = F.pad(v_BHSV, (0, padding))
         out_BHTV = self._attend(q_BHTE, k_BHSE, v_BHSV, context, dropout)[..., : latent.value_dim]
         out = getattr(self, names.attention_out)
-        return out(out_BHTV.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave)
+        return out(out_BHTV.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave, dropout)
 
-    def _project_queries(self, x_BTD: Tensor) -> Tensor:
+    def _project_queries(self, x_BTD: Tensor, dropout: Dropout | None) -> Tensor:
         names = self.names
         if self.latent.query_rank is None:
-            queries: Tensor = getattr(self, names.query)(x_BTD)
+            queries: Tensor = getattr(self, names.query)(x_BTD, None, dropout)
             return queries
-        latent = getattr(self, names.query_latent_norm)(getattr(self, names.query_latent)(x_BTD))
-        queries = getattr(self, names.query_from_latent)(latent)
+        latent = getattr(self, names.query_latent_norm)(getattr(self, names.query_latent)(x_BTD, None, dropout))
+        queries = getattr(self, names.query_from_latent)(latent, None, dropout)
         return queries
 
     def _turn(self, x_BTHR: Tensor, context: ForwardContext) -> Tensor:
@@ -80,10 +80,12 @@ class LatentAttention(Attention):
         cos, sin = context.rope_tables[self.layer.rope]
         return rotate(x_BTHR, cos, sin)
 
-    def _expand(self, latent_BSL: Tensor, k_turned_B1SR: Tensor) -> tuple[Tensor, Tensor]:
+    def _expand(self, latent_BSL: Tensor, k_turned_B1SR: Tensor, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
         """Every head's keys `[B, H, S, E]` and values `[B, H, S, V]`; the rotated part is the same for all heads."""
         latent = self.latent
-        both_BSH = getattr(self, self.names.key_value)(latent_BSL).unflatten(-1, (-1, latent.nope_dim + latent.value_dim))
+        both_BSH = getattr(self, self.names.key_value)(latent_BSL, None, dropout).unflatten(
+            -1, (-1, latent.nope_dim + latent.value_dim)
+        )
         k_plain, v_BHSV = both_BSH.transpose(1, 2).split([latent.nope_dim, latent.value_dim], dim=-1)
         k_turned_BHSR = k_turned_B1SR.expand(-1, k_plain.shape[1], -1, -1)
         return torch.cat([k_plain, k_turned_BHSR], dim=-1), v_BHSV

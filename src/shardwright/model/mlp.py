@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import Activation, ModelShape
+from shardwright.model.dropout import Dropout
 from shardwright.model.linear import Linear
 from shardwright.model.tensor_cut import TensorCut
 
@@ -71,20 +72,27 @@ class FeedForward(nn.Module):
                 self.add_module(name, Linear(width, num_out, bias=shape.mlp_bias, transposed=transposed))
         self.add_module(names.down, Linear(inner, width, bias=shape.mlp_bias, transposed=transposed))
 
-    def forward(self, x_BTD: Tensor, tensor: TensorCut | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, tensor: TensorCut | None = None, dropout: Dropout | None = None) -> Tensor:
         if tensor is None:
-            return self.products(x_BTD)
-        return self.products(tensor.enter(x_BTD), tensor.leave)
+            return self.products(x_BTD, None, dropout)
+        return self.products(tensor.enter(x_BTD), tensor.leave, dropout)
 
-    def products(self, x_BTD: Tensor, sum_shares: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def products(
+        self, x_BTD: Tensor, sum_shares: Callable[[Tensor], Tensor] | None = None, dropout: Dropout | None = None
+    ) -> Tensor:
         """The function of the weights that this rank holds; of ranks that each have some of the features, a share unless summed."""
         names = self.names
+
+        def wide(name: str) -> Tensor:
+            projected: Tensor = getattr(self, name)(x_BTD, None, dropout)
+            return projected
+
         if names.gate_up is not None:
-            gate_BTF, up_BTF = getattr(self, names.gate_up)(x_BTD).chunk(2, dim=-1)
+            gate_BTF, up_BTF = wide(names.gate_up).chunk(2, dim=-1)
             inner_BTF = gate(self.activation, gate_BTF, up_BTF)
         elif names.gate is not None:
-            inner_BTF = gate(self.activation, getattr(self, names.gate)(x_BTD), getattr(self, names.up)(x_BTD))
+            inner_BTF = gate(self.activation, wide(names.gate), wide(names.up))
         else:
-            inner_BTF = ACTIVATIONS[self.activation](getattr(self, names.up)(x_BTD))
-        out_BTD: Tensor = getattr(self, names.down)(inner_BTF, sum_shares)
+            inner_BTF = ACTIVATIONS[self.activation](wide(names.up))
+        out_BTD: Tensor = getattr(self, names.down)(inner_BTF, sum_shares, dropout)
         return out_BTD

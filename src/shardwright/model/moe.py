@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.architecture import ExpertShape, ModelShape
+from shardwright.architecture import AdapterShape, ExpertShape, ModelShape
 from shardwright.model.context import ForwardContext
 from shardwright.model.cuts import WHOLE, Cuts
+from shardwright.model.dropout import Dropout
 from shardwright.model.grouped import grouped_product, put_rows, take_rows
 from shardwright.model.mlp import FeedForward, gate
 from shardwright.model.routing import (
@@ -53,20 +54,36 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards, one per expert, their matrices stacked: `[E, 2F, D]` and `[E, D, F]`, or transposed."""
+    """Gated feed-forwards, one per expert, their matrices stacked: `[E, 2F, D]` and `[E, D, F]`, or transposed.
+
+    After `adapt` a matrix is W + scale x B A, expert by expert: A `[E, R, in]`, B `[E, out, R]`, however W lies.
+    """
 
     cuts: Cuts = WHOLE
+    adapters: AdapterShape | None = None
+    adapter_on: bool = True
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
         self.shape, self.activation = experts, shape.activation
         self.gate_up_name, self.down_name = shape.names.expert_gate_up, shape.names.expert_down
+        self.adapted: set[str] = set()
         num, width, inner = experts.num_experts, shape.hidden_size, experts.intermediate_size
         for name, num_in, num_out in ((self.gate_up_name, width, 2 * inner), (self.down_name, inner, width)):
             size = (num, num_out, num_in) if experts.matrix_layout == "out_in" else (num, num_in, num_out)
             self.register_parameter(name, nn.Parameter(torch.empty(size)))
             if experts.expert_bias:
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num, num_out)))
+
+    def adapt(self, adapters: AdapterShape, name: str) -> None:
+        """Put an adapter beside one of the two stacks."""
+        self.adapters = adapters
+        self.adapted.add(name)
+        num, num_out, num_in = getattr(self, name).shape
+        if self.shape.matrix_layout == "in_out":
+            num_out, num_in = num_in, num_out
+        self.register_parameter(f"{name}_lora_A", nn.Parameter(torch.empty(num, adapters.rank, num_in)))
+        self.register_parameter(f"{name}_lora_B", nn.Parameter(torch.empty(num, num_out, adapters.rank)))
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """What each row's expert makes of it, `[M, D]`."""
@@ -78,6 +95,10 @@ class Experts(nn.Module):
     def _product(self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_share: float = 1.0) -> Tensor:
         weight = getattr(self, name).to(x_MD.dtype)
         out_MF = grouped_product(x_MD, weight, counts_E, transposed=self.shape.matrix_layout == "out_in")
+        if self.adapters is not None and self.adapter_on and name in self.adapted:
+            a_ERD, b_EFR = (getattr(self, f"{name}_{part}").to(x_MD.dtype) for part in ("lora_A", "lora_B"))
+            low_MR = grouped_product(x_MD, a_ERD, counts_E, transposed=True)
+            out_MF = out_MF + grouped_product(low_MR, b_EFR, counts_E, transposed=True) * self.adapters.scale
         if not self.shape.expert_bias:
             return out_MF
         bias_EF = getattr(self, f"{name}_bias").to(x_MD.dtype)
@@ -116,14 +137,14 @@ class MixtureOfExperts(nn.Module):
         router: Router = getattr(self, self.names.router)
         return router.balance_bias
 
-    def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
         # Tensor-parallel ranks route the same tokens; what their features make of them are partial sums, and so is every gradient.
         tensor = context.tensor
         x_BTD = x_BTD if tensor is None else tensor.enter(x_BTD)
         routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
-            shared = partial(getattr(self, self.names.shared_experts).products, x_BTD)
+            shared = partial(getattr(self, self.names.shared_experts).products, x_BTD, None, dropout)
         routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD

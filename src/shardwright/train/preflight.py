@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from shardwright import placement
@@ -14,6 +15,7 @@ from shardwright.data.fit import prepare_for_model
 from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
 from shardwright.model.load import WeightsFolder
+from shardwright.model.theirs import read_shape
 from shardwright.model.routing import resolve_rules
 from shardwright.plan import Plan, count_steps, resolve
 
@@ -66,7 +68,7 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         InputError: the first thing that is wrong, by field.
     """
     plan = resolve(recipe, world_size)
-    shape, data = prepare_for_model(recipe, progress=progress)
+    shape, data = prepare_for_model(recipe, partial(read_shape, section=recipe.model), progress=progress)
     placement.check(shape, plan.layout, plan.batch.sequence_length)
     if recipe.model.pretrained:
         assert recipe.model.path is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -13,6 +13,7 @@ from importlib import metadata
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwright import __version__
 from shardwright.config import Recipe
@@ -100,7 +101,7 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
     recipe, plan = checked.recipe, checked.plan
     precision = dtypes(plan.precision)
     with torch.device("meta"):
-        decoder = Decoder(
+        decoder = build_decoder(
             checked.shape,
             attention=recipe.model.attention,
             loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
@@ -120,14 +121,27 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
 
 
 def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
-    """The slices of parameters that a rank holds, from the folder or from name and seed."""
-    if checked.recipe.model.pretrained:
-        assert checked.recipe.model.path is not None
-        folder = WeightsFolder(checked.recipe.model.path)
-        folder.check(checked.shape)
-        return lambda name, narrow: folder.read(name, narrow=narrow, dtype=dtype)
-    specs = {spec.name: spec for spec in checked.shape.parameters()}
-    return lambda name, narrow: initialise(specs[name], checked.recipe.seed, dtype=dtype, narrow=narrow)
+    """The slices of parameters that a rank holds, from the folder or from name and seed; adapters from theirs, or as they begin."""
+    recipe, shape = checked.recipe, checked.shape
+    specs = {spec.name: spec for spec in shape.parameters()}
+    if recipe.model.pretrained:
+        assert recipe.model.path is not None
+        folder = WeightsFolder(recipe.model.path)
+        folder.check(shape.base)
+
+    def read_base(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        if recipe.model.pretrained:
+            return folder.read(name, narrow=narrow, dtype=dtype)
+        return initialise(specs[name], recipe.seed, dtype=dtype, narrow=narrow)
+
+    def read(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        spec = specs[name]
+        if spec.beside is None:
+            return read_base(name, narrow)
+        in_out = shape.lies_in_out(spec.beside)
+        return begin(spec, recipe.seed, narrow, dtype=dtype, read_matrix=read_base, in_out=in_out)
+
+    return read
 
 
 def build_state(checked: Checked, device: torch.device, agree: Callable[[bool], bool]) -> TrainState:

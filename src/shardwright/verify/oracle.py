@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.architecture import ByClass, ForeignShape, ModelShape, Normal, ParameterSpec
 from shardwright.config.training import OptimizerSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.model import Decoder, DropoutKey
+from shardwright.model.adapters import begin
 from shardwright.model.init import Narrow, initialise
 from shardwright.plan import BatchPlan
 from shardwright.verify.cases import Case, Dtype
 from shardwright.verify.data import UnevenDataset
+from shardwright.verify.plain import PlainForeign
 
 NUM_STEPS = 3
 GRADIENT_STEPS = (0, NUM_STEPS - 1)
@@ -30,6 +32,10 @@ SGD_LEARNING_RATE = 0.3
 LEARNING_RATES = (1e-3, 3e-3, 5e-4)
 """AdamW's, one per step, so that a stale one shows."""
 WEIGHT_DECAY = 0.1
+CLASS_STD = 0.1
+"""Of values that only a foreign class would know how to begin: any will do to compare gradients at."""
+ADAPTER_STD = 0.05
+"""Of B's values, at which what adapters add is of the size of what their matrices give."""
 CLIP_SHARES = (0.5, 8.0, 0.7)
 """AdamW's steps are clipped to these shares of the first step's norm: clipping acts, does not act, acts."""
 
@@ -60,12 +66,34 @@ class Problem:
 
 
 def initial_value(problem: Problem, spec: ParameterSpec, narrow: Narrow | None = None) -> Tensor:
-    """A parameter's value before the first step, or a slice of it: the common one, but for biases that leave experts idle."""
+    """A parameter's value before the first step, or a slice of it: the common one, but for biases that leave experts idle.
+
+    And but for adapters: B at zero would leave A without a gradient.
+    """
+    if spec.part is not None:
+        return _initial_adapter(problem, spec, narrow)
+    if isinstance(spec.init, ByClass):
+        spec = replace(spec, init=Normal(CLASS_STD))
     value = initialise(spec, problem.seed, dtype=problem.torch_dtype, narrow=narrow)
     if problem.case.idle_experts and spec.is_bias and spec.role in ("router", "balance_bias"):
         first, length = (0, len(value)) if narrow is None or narrow[0] is None else narrow[0]
         value[: max(0, min(length, spec.shape[0] // 2 - first))] += 10.0
     return value
+
+
+def _initial_adapter(problem: Problem, spec: ParameterSpec, narrow: Narrow | None) -> Tensor:
+    matrix = spec.beside
+    assert matrix is not None
+    if spec.part == "lora_B":
+        spec = replace(spec, init=Normal(ADAPTER_STD))
+    return begin(
+        spec,
+        problem.seed,
+        narrow,
+        dtype=problem.torch_dtype,
+        read_matrix=lambda _name, bounds: initial_value(problem, matrix, bounds),
+        in_out=problem.shape.lies_in_out(matrix),
+    )
 
 
 def write_reference(problem: Problem, path: Path) -> None:
@@ -109,10 +137,11 @@ def write_reference(problem: Problem, path: Path) -> None:
 def _build(problem: Problem) -> Decoder:
     shape, dtype = problem.case.shape(problem.shape), problem.torch_dtype
     explicit = problem.attention == "explicit"
-    decoder = Decoder(
+    kind = PlainForeign if isinstance(shape, ForeignShape) else Decoder
+    decoder = kind(
         shape, attention="explicit" if explicit else "auto", compute_dtype=dtype, expert_rules=problem.case.expert_rules
     )
-    decoder = decoder.to(dtype)
+    decoder = decoder.to(dtype).to_empty(device="cpu")
     specs = {spec.name: spec for spec in shape.parameters()}
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
