@@ -16,7 +16,7 @@ from shardwright.config.layout import Cluster, Layout, LayoutSection
 from shardwright.config.model import ModelSection, MoeSection, TokenizerSection
 from shardwright.config.section import NonNegative, Section
 from shardwright.config.training import EvaluationSection, OptimizerSection, Precision, PrecisionSection, TrainingSection
-from shardwright.config.upkeep import CheckpointSection, ElasticSection, RunSection, WatchdogSection
+from shardwright.config.upkeep import CheckpointSection, ElasticSection, RunSection
 
 RecomputeKind = Literal["none", "selective", "full"]
 
@@ -45,7 +45,6 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
-    watchdog: WatchdogSection = WatchdogSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")

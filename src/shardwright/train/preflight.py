@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any
 
 from shardwright import placement
@@ -15,7 +14,6 @@ from shardwright.data.fit import prepare_for_model
 from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
 from shardwright.model.load import WeightsFolder
-from shardwright.model.theirs import read_shape
 from shardwright.model.routing import resolve_rules
 from shardwright.plan import Plan, count_steps, resolve
 
@@ -68,11 +66,11 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         InputError: the first thing that is wrong, by field.
     """
     plan = resolve(recipe, world_size)
-    shape, data = prepare_for_model(recipe, partial(read_shape, section=recipe.model), progress=progress)
+    shape, data = prepare_for_model(recipe, progress=progress)
     placement.check(shape, plan.layout, plan.batch.sequence_length)
     if recipe.model.pretrained:
         assert recipe.model.path is not None
-        WeightsFolder(recipe.model.path).check(shape)
+        WeightsFolder(recipe.model.path).check(shape.base)
     resolve_rules(recipe.moe, shape)  # refuses what the model does not have
     return Checked(
         recipe=recipe,
@@ -86,7 +84,7 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
 
 def _fields_of(shape: ModelShape) -> dict[str, Any]:
     """The shape as JSON: equal for two config.json files that mean the same, however they spell it."""
-    told = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("config", "names")}
+    told = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("config", "names", "adapters")}
     nested = {name: [asdict(item) for item in value] for name, value in told.items() if isinstance(value, tuple)}
     return told | nested | {name: asdict(value) for name, value in told.items() if isinstance(value, ExpertShape | LatentShape)}
 

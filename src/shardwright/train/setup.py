@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright import __version__
 from shardwright.config import Recipe
 from shardwright.errors import InputError, RankFailed
+from shardwright.model.adapters import begin
 from shardwright.model.decoder import Decoder
 from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
@@ -101,7 +102,7 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
     recipe, plan = checked.recipe, checked.plan
     precision = dtypes(plan.precision)
     with torch.device("meta"):
-        decoder = build_decoder(
+        decoder = Decoder(
             checked.shape,
             attention=recipe.model.attention,
             loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
