@@ -30,9 +30,9 @@ Cut = Literal["columns", "rows", "vocabulary", "residual", "heads", "partial", "
     expert_columns, expert_rows
                  the same within each expert; expert parallelism cuts the experts themselves. The rows' bias is added on the
                  first rank, before the sum
-"""
 
 Adapters share the role of the matrix that they stand beside, and are cut with it (`_adapter_shard`).
+"""
 
 TENSOR_CUTS: dict[Role, Cut] = {
     "embedding": "vocabulary",
@@ -111,10 +111,10 @@ def _expert_shard(spec: ParameterSpec, shape: ModelShape, degree: int) -> Shard 
 
 def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
     """How `degree` ranks cut the parameter; None where each holds all of it."""
-    if cut in EXPERT_CUTS:
-        return _expert_shard(spec, shape, degree)
     if spec.beside is not None:
         return _adapter_shard(spec, spec.beside, cut, shape, degree)
+    if cut in EXPERT_CUTS:
+        return _expert_shard(spec, shape, degree)
     if cut == "vocabulary":
         return Shard("tp", 0, (Section(0, spec.shape[0], degree),))
     outputs, inputs = (0, 1) if shape.matrix_layout == "out_in" else (1, 0)
@@ -127,8 +127,6 @@ def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int)
     return None
 
 
-def _columns(spec: ParameterSpec, shape: ModelShape, degree: int) -> tuple[Section, ...]:
-    """The sections of a column-cut projection's outputs. Heads are the unit; of few key-value heads several ranks hold one."""
 def _adapter_shard(spec: ParameterSpec, matrix: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
     """An adapter is cut as its matrix: A over the inputs, B and the magnitude over the outputs, else whole.
 
@@ -146,6 +144,8 @@ def _adapter_shard(spec: ParameterSpec, matrix: ParameterSpec, cut: Cut, shape: 
     return replace(around, dim=len(matrix.shape) - 2) if around.dim == outputs else None
 
 
+def _columns(spec: ParameterSpec, shape: ModelShape, degree: int) -> tuple[Section, ...]:
+    """The sections of a column-cut projection's outputs. Heads are the unit; of few key-value heads several ranks hold one."""
     queries, keys = shape.query_width, shape.kv_width
     kv_pieces = min(degree, shape.num_kv_heads)
     if spec.role in ("key", "value", "key_norm"):
