@@ -42,7 +42,7 @@ class TrainingSection(Section):
     base_batch_size: Positive | None = None
     """Batch for which `learning_rate` was chosen; needed by `batch_scaling`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decay of matrices, decoupled with adamw, added to the gradient with sgd; norms and biases are not decayed."""
+    """Decay of matrices, added to the gradient with sgd, decoupled with every other rule; norms and biases are not decayed."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip to this global norm; null clips nothing."""
     max_skipped_steps: NonNegative = 10
@@ -65,24 +65,46 @@ class TrainingSection(Section):
         return self
 
 
-class OptimizerSection(Section):
-    """The update rule."""
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd"]
 
-    name: Literal["adamw", "sgd"] = "adamw"
+_OPTIMIZER_KEYS: dict[OptimizerName, tuple[str, ...]] = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "adamw_8bit": ("beta1", "beta2", "eps", "block_size"),
+    "adafactor": (),
+    "muon": ("beta1", "beta2", "eps", "momentum"),
+    "sgd": ("momentum",),
+}
+
+
+class OptimizerSection(Section):
+    """The update rule. Under any layout a step is the one of a single process; docs/optimizers.md says how, and what each costs."""
+
+    name: OptimizerName = "adamw"
+    """`adamw`; `adamw_8bit`: its moments in a byte each (needs the extra `lowbit`); `adafactor`: a second moment per row and
+    column, steps relative to each parameter's size; `muon`: matrices of blocks by their orthogonal momentum, at the learning rate
+    that AdamW would have, all else by AdamW; `sgd`."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """beta1, beta2 and eps are adamw's."""
-    momentum: Fraction = 0.0
-    """For sgd."""
+    """beta1, beta2 and eps are those of adamw, adamw_8bit, and of what muon leaves to AdamW."""
+    momentum: Fraction | None = None
+    """For sgd (default 0) and for muon's matrices (default 0.95)."""
+    block_size: Literal[256, 128, 64, 32] = 256
+    """For adamw_8bit: elements of a row that share a scale."""
 
     @model_validator(mode="after")
     def _belongs(self) -> OptimizerSection:
-        foreign = ("momentum",) if self.name == "adamw" else ("beta1", "beta2", "eps")
-        for key in foreign:
-            if getattr(self, key) != type(self).model_fields[key].default:
+        for key in ("beta1", "beta2", "eps", "momentum", "block_size"):
+            if key not in _OPTIMIZER_KEYS[self.name] and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"`{key}` does nothing with `name: {self.name}`")
         return self
+
+    @property
+    def momentum_or_default(self) -> float:
+        """`momentum`, or what the rule takes without it."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.95 if self.name == "muon" else 0.0
 
 
 class PrecisionSection(Section):

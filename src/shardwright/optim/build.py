@@ -1,4 +1,4 @@
-"""The optimizer over named parameters."""
+"""The optimizer over named parameters, by the recipe's rule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.config.training import OptimizerSection
+from shardwright.optim.adafactor import Adafactor
+from shardwright.optim.adamw_8bit import AdamW8bit
+from shardwright.optim.cut import ModelCut
+from shardwright.optim.muon import Muon
 
 logger = logging.getLogger(__name__)
 
@@ -21,40 +25,79 @@ def build_optimizer(
     *,
     learning_rate: float,
     weight_decay: float,
+    cut: ModelCut | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD, parameters in one group that decays and one that does not, each carrying its `param_names`.
+    """The recipe's rule, parameters in groups that decay and that do not, each group carrying its `param_names`.
 
     Matrices are decayed (whatever has two or more dimensions, so embeddings too, as nanoGPT has it); norms and biases are not,
     the stacked biases of experts included. Dimensions are those of the whole parameter, so a cut never moves one to the other
     group. Frozen ones are left out.
-    AdamW's decay is decoupled (Loshchilov and Hutter 2019); SGD's is added to the gradient. Works on DTensors.
+    Decay is decoupled (Loshchilov and Hutter 2019) but for SGD's, which is added to the gradient. Works on DTensors.
+
+    Args:
+        cut: how the parameters lie over ranks; of no use to adamw and sgd, which work element by element. Every rank calls this.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    matrices = cut.block_matrices() if section.name == "muon" and cut is not None else frozenset()
     groups: list[dict[str, Any]] = []
-    for decay, decayed in ((weight_decay, True), (0.0, False)):
-        members = [(name, parameter) for name, parameter in named if (parameter.ndim >= 2 and not name.endswith("bias")) == decayed]
-        if members:
-            groups.append({"params": members, "weight_decay": decay})
+    for rule in ("muon", "adamw") if section.name == "muon" else (section.name,):
+        for decay, decayed in ((weight_decay, True), (0.0, False)):
+            members = [
+                (name, parameter)
+                for name, parameter in named
+                if (name in matrices) == (rule == "muon") and _decays(name, parameter) == decayed
+            ]
+            if members:
+                groups.append({"params": members, "weight_decay": decay} | ({"rule": rule} if section.name == "muon" else {}))
     if not groups:  # a pipeline rank whose stages are frozen
-        groups.append({"params": [], "weight_decay": 0.0})
+        groups.append({"params": [], "weight_decay": 0.0} | ({"rule": "adamw"} if section.name == "muon" else {}))
     implementation = choose_implementation([parameter for _, parameter in named])
     if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in named):
         implementation = {"foreach": True}  # torch's fused SGD, unlike its fused AdamW, refuses DTensors
-    optimizer: torch.optim.Optimizer
-    if section.name == "adamw":
-        optimizer = torch.optim.AdamW(
-            groups, lr=learning_rate, betas=(section.beta1, section.beta2), eps=section.eps, **implementation
-        )
-    else:
-        optimizer = torch.optim.SGD(groups, lr=learning_rate, momentum=section.momentum, **implementation)
-    shown = next((name for name, on in implementation.items() if on), "loop")
+    optimizer = _build(section, groups, learning_rate, implementation, cut)
+    shown = next((name for name, on in implementation.items() if on), "loop") if section.name in ("adamw", "sgd") else "own"
     logger.info(
         "optimizer %s (%s): %s",
         section.name,
         shown,
-        ", ".join(f"{len(g['params'])} tensors at decay {g['weight_decay']:g}" for g in groups),
+        ", ".join(
+            f"{len(group['params'])} tensors at decay {group['weight_decay']:g}{' by ' + group['rule'] if 'rule' in group else ''}"
+            for group in groups
+        ),
     )
     return optimizer
+
+
+def _decays(name: str, parameter: torch.nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def _build(
+    section: OptimizerSection,
+    groups: list[dict[str, Any]],
+    learning_rate: float,
+    implementation: dict[str, bool],
+    cut: ModelCut | None,
+) -> torch.optim.Optimizer:
+    betas = (section.beta1, section.beta2)
+    if section.name == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, **implementation)
+    if section.name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=section.momentum_or_default, **implementation)
+    assert cut is not None, f"{section.name} needs to know how parameters are cut"
+    if section.name == "adafactor":
+        return Adafactor(groups, cut, lr=learning_rate)
+    if section.name == "adamw_8bit":
+        return AdamW8bit(groups, cut, lr=learning_rate, betas=betas, eps=section.eps, block_size=section.block_size)
+    return Muon(
+        groups,
+        cut,
+        lr=learning_rate,
+        momentum=section.momentum_or_default,
+        betas=betas,
+        eps=section.eps,
+        fused=implementation.get("fused", False),
+    )
 
 
 def choose_implementation(parameters: list[torch.nn.Parameter]) -> dict[str, bool]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
+from shardwright.optim.cut import CutOptimizer, Moment
 
-_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum")
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -23,6 +24,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if isinstance(optimizer, CutOptimizer):
+                optimizer.start(parameter, group)
+                continue
             state = optimizer.state[parameter]
             for name in _moment_names(optimizer):
                 if state.get(name) is None:
@@ -38,14 +42,25 @@ def optimizer_tensors(
 
     Read them to save, write into them to load; they are created where no step has been taken. Frozen parameters have none.
     """
+    return {key: moment.tensor for key, moment in optimizer_moments(optimizer, named_parameters).items()}
+
+
+def optimizer_moments(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
+) -> dict[str, Moment]:
+    """The same by the same names, each with the parameter that it belongs to and how it lies over ranks."""
     create_state(optimizer)
     names = {parameter: name for name, parameter in named_parameters}
-    return {
-        f"optimizer.{names[parameter]}.{moment}": optimizer.state[parameter][moment]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for moment in _moment_names(optimizer)
-    }
+    told: dict[str, Moment] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(optimizer, CutOptimizer):
+                moments = optimizer.moments(parameter)
+            else:
+                state = optimizer.state[parameter]
+                moments = {key: Moment(state[key], names[parameter]) for key in _moment_names(optimizer)}
+            told |= {f"optimizer.{moment.parameter}.{key}": moment for key, moment in moments.items()}
+    return told
 
 
 def optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -94,7 +109,7 @@ def load_optimizer_values(
 
 
 def _rule(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__name__.lower()
+    return optimizer.rule if isinstance(optimizer, CutOptimizer) else type(optimizer).__name__.lower()
 
 
 def _moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -105,7 +120,7 @@ def _moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.AdamW)
+    return isinstance(optimizer, torch.optim.AdamW | CutOptimizer)
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import BATCH_AXES, DATA_AXES, Held, Layout, ParameterLayout, RankGrid, held
 from shardwright.model.decoder import Decoder
+from shardwright.parallel.matrices import MatrixExchange
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.pipeline import Arguments, Mark, Pipeline
 from shardwright.parallel.reduce import PendingSum, make_sums, narrow
@@ -194,6 +195,16 @@ class ParallelModel:
     def held(self, name: str) -> tuple[Held, ...]:
         """The boxes of a parameter (of its gradient, of its moments) that this rank holds."""
         return held(self.layouts[name], self.layout, self._here)
+
+    def block_matrices(self) -> frozenset[str]:
+        """Trained parameters of the whole model's blocks that are matrices, or stacks of them."""
+        specs = self.decoder.shape.parameters()
+        wide = (spec.name for spec in specs if spec.layer is not None and len(spec.shape) >= 2 and not spec.is_bias)
+        return frozenset(wide) & self.trainable
+
+    def exchange(self, names: Collection[str]) -> MatrixExchange:
+        """Puts these parameters' matrices together; every rank calls this with the same names of the whole model."""
+        return MatrixExchange(self.layouts, names, self.mesh, self.layout)
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """`tensor` summed in place over the ranks of mesh axes."""

@@ -11,11 +11,20 @@ from shardwright.layout import Layout
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
 """Of matrix products. fp8 and nvfp4 keep activations, and all but the products, in bf16."""
 
-OptimizerKind = Literal["adamw", "adamw_8bit", "sgd", "sgd_momentum"]
+OptimizerKind = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd", "sgd_momentum"]
 Offload = Literal["none", "optimizer", "parameters"]
 
-STATE_BYTES: dict[OptimizerKind, float] = {"adamw": 8.0, "adamw_8bit": 2.0 + 8.0 / 256, "sgd": 0.0, "sgd_momentum": 4.0}
-"""Bytes of optimizer state per trained parameter, master weights not counted (8-bit: one fp32 scale per block of 256, twice)."""
+STATE_BYTES: dict[OptimizerKind, float] = {
+    "adamw": 8.0,
+    "adamw_8bit": 2.0 + 8.0 / 256,
+    "adafactor": 0.0,
+    "muon": 4.0,
+    "sgd": 0.0,
+    "sgd_momentum": 4.0,
+}
+"""Bytes of optimizer state per trained parameter, master weights not counted (8-bit: one fp32 scale per block of 256, twice).
+
+Adafactor's two vectors per matrix are not counted, nor what Muon's embeddings and head have more, which is AdamW's (8)."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +125,8 @@ class Candidate:
 
     @property
     def runnable(self) -> bool:
-        """Whether `train` can do it: offload, 8-bit floats and 8-bit optimizer states are predicted only."""
-        return self.offload == "none" and self.precision not in ("fp8", "nvfp4") and self.optimizer != "adamw_8bit"
+        """Whether `train` can do it: offload and 8-bit floats are predicted only."""
+        return self.offload == "none" and self.precision not in ("fp8", "nvfp4")
 
     @property
     def activation_bytes(self) -> int:

@@ -256,6 +256,11 @@ def end_seconds(facts: ModelFacts, candidate: Candidate, rates: Rates) -> tuple[
 
 
 def update_seconds(trained_shard: float, candidate: Candidate, rates: Rates) -> float:
-    """Norm, clip and update of the trained parameters that a rank owns: 40 bytes each with AdamW's two moments."""
-    per_element = {"adamw": 40.0, "adamw_8bit": 28.0, "sgd": 24.0, "sgd_momentum": 32.0}[candidate.optimizer]
+    """Norm, clip and update of the trained parameters that a rank owns: 40 bytes each with AdamW's two moments.
+
+    Of Muon this is what it moves in memory; the products that make a matrix orthogonal, and their traffic, are not in it.
+    """
+    per_element = {"adamw": 40.0, "adamw_8bit": 28.0, "adafactor": 36.0, "muon": 44.0, "sgd": 24.0, "sgd_momentum": 32.0}[
+        candidate.optimizer
+    ]
     return trained_shard * per_element * candidate.master_bytes / 4 / rates.update_bytes_per_second

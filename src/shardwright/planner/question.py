@@ -62,7 +62,7 @@ def template_of(
 def _optimizer(section: OptimizerSection) -> OptimizerKind:
     if section.name == "sgd":
         return "sgd_momentum" if section.momentum else "sgd"
-    return "adamw"
+    return section.name
 
 
 def question_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Question:

@@ -58,7 +58,7 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
         with fake, _UsualNumbers(), live:
             live.tell((parameter for _, parameter in model.named_parameters()), "weights")
             weights_bytes = live.live_bytes
-            optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1)
+            optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1, cut=model)
             with phase(live, "moments"):
                 create_state(optimizer)
             optimizer_bytes = live.live_bytes - weights_bytes

@@ -15,6 +15,7 @@ from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
 from shardwright.model.load import WeightsFolder
 from shardwright.model.routing import resolve_rules
+from shardwright.optim import check_blocks, require_torchao
 from shardwright.plan import Plan, count_steps, resolve
 
 FIXED_TRAINING = (
@@ -72,6 +73,10 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base)
     resolve_rules(recipe.moe, shape)  # refuses what the model does not have
+    if recipe.optimizer.name == "adamw_8bit":
+        require_torchao()
+        layouts = placement.place(shape, plan.layout, placement.stages_of(shape, plan.layout, plan.batch.sequence_length))
+        check_blocks(layouts, plan.layout, recipe.optimizer.block_size)
     return Checked(
         recipe=recipe,
         plan=plan,

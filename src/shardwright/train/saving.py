@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from shardwright.checkpoint.background import BackgroundSaver
 from shardwright.checkpoint.commit import Keep
 from shardwright.checkpoint.drift import Difference, differences, split_allowed
@@ -18,7 +16,8 @@ from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest
 from shardwright.checkpoint.pieces import Part
 from shardwright.checkpoint.save import SavedCheckpoint
 from shardwright.errors import CheckpointError, SaveFailed
-from shardwright.optim.state import load_optimizer_values, optimizer_tensors, optimizer_values
+from shardwright.optim.cut import Moment
+from shardwright.optim.state import load_optimizer_values, optimizer_moments, optimizer_values
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.folder import RunFolder
 from shardwright.train.preflight import FIXED_TRAINING, Checked
@@ -107,10 +106,16 @@ class Saver:
         """Every tensor of the state by name, as this rank holds it: weights `model.*`, moments `optimizer.*`."""
         model = self.state.model
         named = dict(model.named_parameters())
-        held: dict[str, tuple[str, Tensor]] = {f"model.{name}": (name, parameter.detach()) for name, parameter in named.items()}
-        for key, moment in optimizer_tensors(self.state.optimizer, named.items()).items():
-            held[key] = (key.removeprefix("optimizer.").rpartition(".")[0], moment)
-        return {key: Part(tensor, model.layouts[name].shape, model.held(name)) for key, (name, tensor) in held.items()}
+        held = {f"model.{name}": Moment(parameter.detach(), name) for name, parameter in named.items()}
+        held |= optimizer_moments(self.state.optimizer, named.items())
+        return {
+            key: Part(
+                part.tensor,
+                model.layouts[part.parameter].shape if part.shape is None else part.shape,
+                model.held(part.parameter) if part.boxes is None else part.boxes,
+            )
+            for key, part in held.items()
+        }
 
     def values(self) -> dict[str, Any]:
         """Everything else of the state, as JSON."""

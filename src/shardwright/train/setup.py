@@ -154,6 +154,7 @@ def build_state(checked: Checked, device: torch.device, agree: Callable[[bool], 
         recipe.optimizer,
         learning_rate=learning_rate_at(0, recipe.training, checked.total_steps, checked.plan.batch.global_batch_size),
         weight_decay=recipe.training.weight_decay,
+        cut=model,
     )
     scaler = LossScaler(recipe.precision, agree) if recipe.precision.kind == "fp16" else None
     return TrainState(model, optimizer, scaler)

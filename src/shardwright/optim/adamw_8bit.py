@@ -1,0 +1,208 @@
+"""AdamW with its two moments in 8 bits: a code per element, a scale per block of elements of a row.
+
+Codes and their table are torchao's (which are bitsandbytes'). Blocks are runs of `block_size` elements of a row of the whole
+parameter, the last one of a row what remains; torchao's run on from row to row, so the two agree, bit for bit, wherever rows are
+multiples of the block. Rows are what makes them independent of a layout: ZeRO never cuts one, and a cut within rows is refused
+before the ranks start where it would go through a block (`check_blocks`). Vectors, and matrices below 4096 elements, keep fp32.
+
+Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module, util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import LayoutError, RecipeError
+from shardwright.layout import Held, Layout, ParameterLayout, RankGrid, held
+from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, local_part, num_elements
+
+LEAST_ELEMENTS = 4096
+"""Matrices with fewer keep fp32 moments: they cost nothing, as Dettmers et al. have it."""
+_BLOCK_SIZES = (256, 128, 64, 32)
+_ROWS_AT_ONCE_ELEMENTS = 1 << 22
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def require_torchao() -> None:
+    """Refuse before any rank starts where torchao is not installed.
+
+    Raises:
+        RecipeError: names the extra to install.
+    """
+    if util.find_spec("torchao") is None:
+        raise RecipeError(
+            "needs torchao, which is not installed",
+            field="optimizer.name",
+            got="adamw_8bit",
+            remedy="Install it (pip install 'shardwright[lowbit]') or choose another optimizer",
+        )
+
+
+def is_quantised(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of this whole shape has 8-bit moments."""
+    return len(shape) >= 2 and num_elements(shape) >= LEAST_ELEMENTS
+
+
+def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_size: int) -> None:
+    """Refuse a layout that cuts through a block of moments: there, two ranks would have to share a scale.
+
+    Raises:
+        LayoutError: names the parameter, the numbers, and the largest block size that fits.
+    """
+    for name, described in layouts.items():
+        if not is_quantised(described.shape):
+            continue
+        cuts = [edge for box in _boxes_of_all(described, layout) for edge in _edges(box, described.shape[-1])]
+        if any(edge % block_size for edge in cuts):
+            fitting = [size for size in _BLOCK_SIZES if all(edge % size == 0 for edge in cuts)]
+            fits = f"optimizer.block_size {fitting[0]}" if fitting else "no block size from 32 on"
+            raise LayoutError(
+                f"{name} {list(described.shape)} is cut within its rows, which goes through blocks of {block_size} 8-bit moments",
+                field="optimizer.block_size",
+                got=block_size,
+                allowed=fits,
+                remedy="Set it so, choose another tensor-parallel degree, or use adamw",
+            )
+
+
+def _boxes_of_all(described: ParameterLayout, layout: Layout) -> set[Held]:
+    """Boxes of all ranks; a cut within rows is the same at every place of axes that cut none."""
+    if not any(shard.dim == len(described.shape) - 1 for shard in described.shards):
+        return set()
+    grid = RankGrid(layout)
+    return {box for rank in range(layout.world_size) for box in held(described, layout, grid.coordinates(rank))}
+
+
+def _edges(box: Held, row: int) -> list[int]:
+    """Where a box begins and ends within rows, in the whole and in the rank's own tensor; the end of a row is no cut."""
+    (local, length), (whole, _) = box.local[-1], box.whole[-1]
+    return [local, whole] + ([] if whole + length == row else [whole + length])
+
+
+class AdamW8bit(CutOptimizer):
+    """AdamW (decoupled decay), its update computed in fp32 from moments that rest in 8 bits."""
+
+    rule = "adamw_8bit"
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        cut: ModelCut,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        block_size: int,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps}, cut)
+        self.block_size = block_size
+        self._codec = _Codec(block_size)
+
+    def start(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if state:
+            return
+        local = local_part(parameter.detach())
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        quantised = is_quantised(self.cut.layouts[self.name_of[parameter]].shape)
+        for moment in _MOMENTS:
+            if quantised:
+                state[f"{moment}_codes"] = torch.zeros_like(local, dtype=torch.uint8, memory_format=torch.contiguous_format)
+                scales = (*local.shape[:-1], -(-local.shape[-1] // self.block_size))
+                state[f"{moment}_scales"] = torch.zeros(scales, dtype=torch.float32, device=local.device)
+            else:
+                state[moment] = torch.zeros_like(local, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+    def moments(self, parameter: Tensor) -> dict[str, Moment]:
+        state, name = self.state[parameter], self.name_of[parameter]
+        told = {}
+        for key, tensor in state.items():
+            if key.endswith("_scales"):
+                shape = self.cut.layouts[name].shape
+                boxes = tuple(_by_block(box, self.block_size) for box in self.cut.held(name))
+                told[key] = Moment(tensor, name, (*shape[:-1], -(-shape[-1] // self.block_size)), boxes)
+            elif key != "step":
+                told[key] = Moment(tensor, name)
+        return told
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        assert closure is None
+        for _, _, local, gradient, state, group in self.walk():
+            state["step"] += 1
+            count = state["step"]
+            if "exp_avg" in state:
+                _update(local, gradient, state["exp_avg"], state["exp_avg_sq"], count, group)
+            elif local.numel():
+                self._step_quantised(local, gradient, state, count, group)
+
+    def _step_quantised(self, local: Tensor, gradient: Tensor, state: dict[str, Any], count: Tensor, group: dict[str, Any]) -> None:
+        """Some rows at a time: decoded moments and codes on their way are much wider than what rests."""
+        rows = max(1, _ROWS_AT_ONCE_ELEMENTS // local.shape[-1])
+        tensors = [local, gradient, *(state[f"{moment}_{part}"] for moment in _MOMENTS for part in ("codes", "scales"))]
+        flat = [
+            tensor.view(-1, tensor.shape[-1]) if tensor is not gradient else tensor.reshape(-1, tensor.shape[-1])
+            for tensor in tensors
+        ]
+        for part in zip(*(tensor.split(rows) for tensor in flat), strict=True):
+            weights, slope, *moments = part
+            mean, square = self._codec.decode(*moments[:2], signed=True), self._codec.decode(*moments[2:], signed=False)
+            _update(weights, slope, mean, square, count, group)
+            self._codec.encode(mean, *moments[:2], signed=True)
+            self._codec.encode(square, *moments[2:], signed=False)
+
+
+def _update(local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count: Tensor, group: dict[str, Any]) -> None:
+    """AdamW in fp32; `mean` and `square` (fp32) become those after the step. torchao's operations, in its order and precision."""
+    beta1, beta2 = group["betas"]
+    rate = torch.tensor(group["lr"], dtype=torch.float32)
+    gradient, weights = gradient.float(), local.float()
+    weights = weights - rate * group["weight_decay"] * weights
+    mean.lerp_(gradient, 1 - beta1)
+    square.lerp_(gradient.square(), 1 - beta2)
+    denominator = square.sqrt() / (1 - beta2**count).sqrt() + group["eps"]
+    local.copy_(weights - rate * (mean / (1 - beta1**count)) / denominator)
+
+
+class _Codec:
+    """Rows of numbers as 8-bit codes and a scale per block, by torchao's table and rounding."""
+
+    def __init__(self, block_size: int) -> None:
+        require_torchao()
+        self.block_size = block_size
+        self._torchao = import_module("torchao.optim.quant_utils")
+        self._tables: dict[tuple[bool, torch.device], Tensor] = {}
+
+    def decode(self, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> Tensor:
+        """fp32 numbers, `[R, C]`."""
+        values_RC = self._table(signed, codes_RC.device)[codes_RC.int()]
+        return values_RC.mul_(self._spread(scales_RK, codes_RC.shape[-1]))
+
+    def encode(self, values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> None:
+        """Write the codes and scales of numbers; the nearest entries of the table to number / the block's largest."""
+        width, num_blocks = values_RC.shape[-1], scales_RK.shape[-1]
+        padded = torch.nn.functional.pad(values_RC, (0, num_blocks * self.block_size - width))
+        scales_RK.copy_(padded.unflatten(-1, (num_blocks, self.block_size)).abs().amax(-1).clip(1e-12))
+        scaled_RC = values_RC / self._spread(scales_RK, width)
+        codes_RC.copy_(self._torchao.quantize_8bit_with_qmap(scaled_RC, self._table(signed, codes_RC.device)))
+
+    def _spread(self, scales_RK: Tensor, width: int) -> Tensor:
+        return scales_RK.repeat_interleave(self.block_size, -1)[..., :width]
+
+    def _table(self, signed: bool, device: torch.device) -> Tensor:
+        key = (signed, device)
+        if key not in self._tables:
+            self._tables[key] = torch.tensor(self._torchao.create_dynamic_map(signed), dtype=torch.float32, device=device)
+        return self._tables[key]
+
+
+def _by_block(box: Held, block_size: int) -> Held:
+    """The same box among a parameter's scales; `check_blocks` has seen to it that it begins with a block."""
+    scaled = [(*bounds[:-1], (bounds[-1][0] // block_size, -(-bounds[-1][1] // block_size))) for bounds in (box.local, box.whole)]
+    return Held(scaled[0], scaled[1], box.copies, box.first)

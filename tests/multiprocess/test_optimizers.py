@@ -1,0 +1,176 @@
+"""Optimizers that need whole matrices, rows or blocks: a step under any layout is the step of one process.
+
+Every rank is given its part of the same gradients, so what differs is the optimizer alone, and may be held to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.architecture import ModelShape, read_config
+from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint.pieces import Part
+from shardwright.checkpoint.save import save_checkpoint
+from shardwright.config.training import OptimizerSection, PrecisionSection
+from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.optim import build_optimizer, load_optimizer_values, optimizer_moments, optimizer_values, set_learning_rate
+from shardwright.optim.adafactor import Adafactor
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel import matrices as matrices_module
+from shardwright.parallel.model import local_part
+from shardwright.parallel.reduce import narrow
+from shardwright.plan import BatchPlan, Plan
+from tests.multiprocess.models import GPT2, LLAMA, QWEN3
+from tests.multiprocess.pool import RankPool
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "norm_topk_prob": True,
+}  # fmt: skip
+WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 70}
+EVEN = LLAMA | {"intermediate_size": 28, "num_key_value_heads": 1}
+
+RULES: dict[str, dict[str, Any]] = {
+    "muon": {"name": "muon"},
+    "adafactor": {"name": "adafactor"},
+    "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
+}
+ROUNDING = {"muon": 2e-7, "adafactor": 3e-7, "adamw_8bit": 0.0}
+"""Muon's matrices are equal to the bit; torch's fused AdamW, which moves the rest, rounds the last elements of a tensor otherwise.
+Adafactor adds its sums up in another order; they are rounded from fp64, and the update from fp32."""
+
+LAYOUTS: list[tuple[str, dict[str, Any], Layout, tuple[str, ...]]] = [
+    ("zero3", LLAMA, Layout(dp_shard=2, zero_stage=3), ("muon", "adafactor")),
+    ("tp2, key-value heads shared", EVEN, Layout(tp=2, sequence_parallel=False), ("muon", "adafactor")),
+    ("tp2 of [in, out] matrices", GPT2, Layout(tp=2), ("muon", "adafactor")),
+    ("pp2, tied embeddings", QWEN3 | {"tie_word_embeddings": True}, Layout(pp=2), ("muon", "adafactor")),
+    ("zero3", WIDE, Layout(dp_shard=2, zero_stage=3), ("adamw_8bit",)),
+    ("tp2", WIDE, Layout(tp=2), ("adamw_8bit",)),
+    ("ep2", MOE, Layout(dp_shard=2, ep=2, zero_stage=1), ("muon", "adafactor", "adamw_8bit")),
+    ("tp2 x zero3, experts", MOE, Layout(dp_shard=2, tp=2, zero_stage=3), ("muon", "adafactor", "adamw_8bit")),
+]  # fmt: skip
+CASES = [pytest.param(config, layout, rule, id=f"{rule}, {label}") for label, config, layout, rules in LAYOUTS for rule in rules]
+
+
+def build(shape: ModelShape, layout: Layout, rule: str) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    with torch.device("meta"):
+        decoder = Decoder(shape)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    model = apply_layout(
+        decoder,
+        Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), PrecisionSection()),
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        fill=lambda name, bounds: initialise(specs[name], 3, dtype=torch.float32, narrow=bounds),
+    )
+    section = OptimizerSection(**RULES[rule])
+    return model, build_optimizer(model.named_parameters(), section, learning_rate=1.0, weight_decay=0.1, cut=model)
+
+
+def move(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps with gradients that are a function of name and step, of sizes that differ by row and column."""
+    for step in steps:
+        for number, (name, described) in enumerate(model.layouts.items()):
+            generator = torch.Generator().manual_seed(1000 * step + number)
+            whole = torch.randn(described.shape, generator=generator) * torch.rand(described.shape[-1:], generator=generator)
+            parameter = dict(model.named_parameters()).get(name)
+            if parameter is not None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+                for box in model.held(name):
+                    narrow(local_part(parameter.grad), box.local).copy_(narrow(whole, box.whole))
+        set_learning_rate(optimizer, (0.02, 0.05, 0.01, 0.03)[step])
+        optimizer.step()
+
+
+def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+    """What a checkpoint holds, as the trainer has it."""
+    told: dict[str, Tensor | Part] = {
+        f"model.{name}": Part(parameter.detach(), model.layouts[name].shape, model.held(name))
+        for name, parameter in model.named_parameters()
+    }
+    for key, moment in optimizer_moments(optimizer, model.named_parameters()).items():
+        shape = model.layouts[moment.parameter].shape if moment.shape is None else moment.shape
+        told[key] = Part(moment.tensor, shape, model.held(moment.parameter) if moment.boxes is None else moment.boxes)
+    return told
+
+
+def weights_after(config: dict[str, Any], layout: Layout, rule: str, bug: Callable[[], Any] = nullcontext) -> dict[str, Tensor]:
+    """Whole weights after three steps; runs on every rank of the layout."""
+    shape = read_config(config)
+    with bug():
+        model, optimizer = build(shape, layout, rule)
+        move(model, optimizer, range(3))
+    return {name: model.full_parameter(name).detach().clone() for name in model.layouts}
+
+
+def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max() / one[name].abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(("config", "layout", "rule"), CASES)
+def test_a_step_is_that_of_one_process(ranks: RankPool, config: dict[str, Any], layout: Layout, rule: str) -> None:
+    expected = weights_after(config, Layout(), rule)
+    for got in ranks.run(layout.world_size, weights_after, config, layout, rule):
+        assert worst(expected, got) <= ROUNDING[rule]
+
+
+@contextmanager
+def own_pieces_only() -> Iterator[None]:
+    """Each rank makes its own piece orthogonal, as an update element by element would."""
+
+    def apply(_self: Any, function: Callable[[Tensor], Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = {}
+        for name, tensor in tensors.items():
+            flat = tensor if tensor.ndim == 2 else tensor.flatten(0, 1)
+            made[name] = function(flat).view_as(tensor) if tensor.numel() else tensor
+        return made
+
+    with mock.patch.object(matrices_module.MatrixExchange, "apply", apply):
+        yield
+
+
+def own_sums_only() -> AbstractContextManager[Any]:
+    return mock.patch.object(Adafactor, "_sum_over_ranks", return_value=None)
+
+
+@pytest.mark.parametrize(("rule", "bug"), [("muon", own_pieces_only), ("adafactor", own_sums_only)])
+def test_a_rank_that_looks_at_its_own_part_only_is_found_out(ranks: RankPool, rule: str, bug: Callable[[], Any]) -> None:
+    layout = Layout(dp_shard=2, zero_stage=3)
+    got = ranks.run(2, weights_after, LLAMA, layout, rule, bug)[0]
+    assert worst(weights_after(LLAMA, Layout(), rule), got) > 1e-3
+
+
+def save_after_two(config: dict[str, Any], layout: Layout, rule: str, root: str) -> str:
+    model, optimizer = build(read_config(config), layout, rule)
+    move(model, optimizer, range(2))
+    saved = save_checkpoint(root, 2, state_of(model, optimizer), {}, merged={"optimizer": optimizer_values(optimizer)})
+    return str(saved.path)
+
+
+def resume_for_one(config: dict[str, Any], layout: Layout, rule: str, path: str) -> dict[str, Tensor]:
+    model, optimizer = build(read_config(config), layout, rule)
+    values = load_checkpoint(path, state_of(model, optimizer))
+    load_optimizer_values(optimizer, values["optimizer"], trainable=model.trainable)
+    move(model, optimizer, range(2, 3))
+    return {name: model.full_parameter(name).detach().clone() for name in model.layouts}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_state_opens_under_another_layout(ranks: RankPool, tmp_path: Path, rule: str) -> None:
+    # Experts over ranks on one side, features over ranks on the other, and one process after both.
+    path = ranks.run(2, save_after_two, MOE, Layout(dp_shard=2, ep=2, zero_stage=1), rule, str(tmp_path))[0]
+    expected = weights_after(MOE, Layout(), rule)
+    assert worst(expected, resume_for_one(MOE, Layout(), rule, path)) <= ROUNDING[rule]
+    for got in ranks.run(2, resume_for_one, MOE, Layout(tp=2), rule, path):
+        assert worst(expected, got) <= ROUNDING[rule]

@@ -1,0 +1,160 @@
+"""Muon, Adafactor and 8-bit AdamW in one process against torch's and torchao's own; what 8-bit blocks refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.architecture import read_config
+from shardwright.config.training import OptimizerSection
+from shardwright.errors import LayoutError, RecipeError
+from shardwright.layout import Held, Layout, ParameterLayout
+from shardwright.optim import adamw_8bit as adamw_8bit_module
+from shardwright.optim import build_optimizer, check_blocks, optimizer_tensors, set_learning_rate
+from shardwright.parallel.matrices import MatrixExchange
+from shardwright.placement import place
+
+SHAPES = {"layers.0.up": (96, 64), "layers.0.down": (40, 128), "layers.0.stack": (3, 64, 32), "embedding": (70, 64), "norm": (64,)}
+RATES = (0.02, 0.05, 0.01)
+
+
+class OneProcess:
+    """All of every parameter in one process."""
+
+    def __init__(self) -> None:
+        self.layouts = {name: ParameterLayout(name, shape) for name, shape in SHAPES.items()}
+
+    def held(self, name: str) -> tuple[Held, ...]:
+        everything = tuple((0, size) for size in SHAPES[name])
+        return (Held(everything, everything),)
+
+    def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
+        raise AssertionError(axes)
+
+    def block_matrices(self) -> frozenset[str]:
+        return frozenset(name for name in SHAPES if name.startswith("layers."))
+
+    def exchange(self, names: Collection[str]) -> MatrixExchange:
+        return MatrixExchange(self.layouts, names, None, Layout())
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(7)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1) for name, shape in SHAPES.items()}
+
+
+def train(mine: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer] = ()) -> None:
+    for step, rate in enumerate(RATES):
+        for number, parameter in enumerate(mine.values()):
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number))
+        for one in (optimizer, *others):
+            set_learning_rate(one, rate)
+            one.step()
+
+
+def ours(rule: str, **options: Any) -> dict[str, nn.Parameter]:
+    mine = parameters()
+    section = OptimizerSection(name=rule, **options)  # type: ignore[arg-type]
+    train(mine, build_optimizer(mine.items(), section, learning_rate=1.0, weight_decay=0.1, cut=OneProcess()))
+    return mine
+
+
+def decaying(mine: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in mine.values() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in mine.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def test_muon_is_torchs_and_the_rest_is_adamw() -> None:
+    theirs = parameters()
+    stack = [nn.Parameter(part.clone()) for part in theirs["layers.0.stack"].detach()]
+    matrices = [theirs["layers.0.up"], theirs["layers.0.down"], *stack]
+    rest = {name: theirs[name] for name in ("embedding", "norm")}
+    muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(decaying(rest), lr=1.0, betas=(0.9, 0.95), fused=True)
+
+    class OfTheStack(torch.optim.SGD):
+        """Hands the stack's gradient to its matrices."""
+
+        def step(self, closure: Any = None) -> None:
+            for part, gradient in zip(stack, theirs["layers.0.stack"].grad, strict=True):
+                part.grad = gradient.clone()
+
+    train(theirs, OfTheStack([theirs["layers.0.stack"]], lr=0.0), [muon, adamw])
+    mine = ours("muon")
+    for name in ("layers.0.up", "layers.0.down", "embedding", "norm"):
+        assert torch.equal(mine[name], theirs[name]), name
+    assert torch.equal(mine["layers.0.stack"], torch.stack(stack))
+
+
+def test_muon_leaves_no_decay_out_and_takes_its_momentum() -> None:
+    assert not torch.equal(ours("muon")["layers.0.up"], ours("muon", momentum=0.5)["layers.0.up"])
+
+
+def test_adafactor_is_torchs() -> None:
+    theirs = parameters()
+    train(theirs, torch.optim.Adafactor(decaying(theirs), lr=1.0))
+    for name, parameter in ours("adafactor").items():
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=1e-7)
+
+
+def test_8_bits_are_torchaos() -> None:
+    lowbit = pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
+    theirs = parameters()
+    with torch.compiler.set_stance("force_eager"):
+        train(theirs, lowbit.AdamW8bit(decaying(theirs), lr=1.0, betas=(0.9, 0.95), block_size=32))
+    for name, parameter in ours("adamw_8bit", block_size=32).items():
+        assert torch.equal(parameter, theirs[name]), name
+
+
+def test_8_bit_states_take_a_byte() -> None:
+    pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
+    mine = parameters()
+    optimizer = build_optimizer(
+        mine.items(), OptimizerSection(name="adamw_8bit", block_size=32), learning_rate=1.0, weight_decay=0.1, cut=OneProcess()
+    )
+    tensors = optimizer_tensors(optimizer, mine.items())
+    up = {key: tensor for key, tensor in tensors.items() if ".up." in key}
+    assert sum(tensor.numel() * tensor.element_size() for tensor in up.values()) == 96 * 64 * 2 + 96 * 2 * 2 * 4
+    assert tensors["optimizer.norm.exp_avg"].dtype == torch.float32
+
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 1,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_a_cut_through_a_block_is_refused_with_the_size_that_fits() -> None:
+    shape = read_config(CONFIG)
+    with pytest.raises(LayoutError, match=r"down_proj.*blocks of 256.*allowed: optimizer\.block_size 64") as caught:
+        check_blocks(place(shape, Layout(tp=2)), Layout(tp=2), 256)
+    assert caught.value.field == "optimizer.block_size"
+    check_blocks(place(shape, Layout(tp=2)), Layout(tp=2), 64)
+    with pytest.raises(LayoutError, match="no block size"):
+        check_blocks(place(shape, Layout(tp=8)), Layout(tp=8), 32)
+    zero = Layout(dp_shard=3, zero_stage=3)
+    check_blocks(place(shape, zero), zero, 256)  # whole rows, whatever their number
+
+
+def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw_8bit_module.util, "find_spec", lambda _name: None)
+    with pytest.raises(RecipeError, match=r"shardwright\[lowbit\]"):
+        adamw_8bit_module.require_torchao()
+
+
+def test_keys_of_other_rules_are_refused() -> None:
+    for wrong in (
+        {"name": "adafactor", "beta1": 0.5},
+        {"name": "adamw", "block_size": 64},
+        {"name": "adamw_8bit", "momentum": 0.9},
+    ):
+        with pytest.raises(ValueError, match="does nothing with"):
+            OptimizerSection.model_validate(wrong)
+    assert OptimizerSection(name="muon").momentum_or_default == 0.95
+    assert OptimizerSection(name="sgd").momentum_or_default == 0.0
