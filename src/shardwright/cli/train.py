@@ -28,6 +28,9 @@ def train_command(
     ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Run folder; default runs/<name>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run folder.")] = False,
+    resume_if_begun: Annotated[
+        bool, typer.Option("--resume-if-begun", help="Begin, or go on where a run is there: for launchers that start it again.")
+    ] = False,
     allow_drift: Annotated[
         list[str] | None,
         typer.Option("--allow-drift", metavar="FIELD", help="With --resume: go on though this has changed. Repeatable."),
@@ -35,7 +38,7 @@ def train_command(
     json_output: JsonOutput = False,
 ) -> None:
     """Train: one process, several (--nproc), or as a rank of torchrun or srun. Ctrl-C saves and leaves with exit code 4."""
-    if allow_drift and not resume:
+    if allow_drift and not (resume or resume_if_begun):
         raise InputError("is for a run that goes on", field="--allow-drift", got=", ".join(allow_drift), remedy="Add --resume")
     changes = list(overrides or [])
     if run_dir is not None:
@@ -52,6 +55,13 @@ def train_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.train.start import train
 
-    summary = train(checked, num_ranks=nproc, resume=resume, allow_drift=allow_drift or (), watching=data_progress)
+    summary = train(
+        checked,
+        num_ranks=nproc,
+        resume=resume,
+        resume_if_begun=resume_if_begun,
+        allow_drift=allow_drift or (),
+        watching=data_progress,
+    )
     if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")

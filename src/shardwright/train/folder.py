@@ -88,6 +88,11 @@ class RunFolder:
         """Whether a save has ended, damaged since or not; a run that died in its first one has none, and may begin again."""
         return has_saved(self.checkpoints)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run is there, with or without a checkpoint."""
+        return self.recipe.exists() or self.has_checkpoints
+
     def load_recipe(self) -> Recipe:
         """The recipe that the run was started with."""
         return load_recipe(self.recipe)
@@ -100,7 +105,7 @@ class RunFolder:
             CheckpointError: `resume` was asked for and nothing is there to go on from. A run that ended before its first
                 checkpoint may be resumed: it begins again.
         """
-        begun = self.recipe.exists() or self.has_checkpoints
+        begun = self.begun
         if begun and not resume:
             raise InputError(
                 "a run is there already",

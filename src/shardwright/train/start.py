@@ -43,10 +43,13 @@ def train(
     *,
     num_ranks: int | None = None,
     resume: bool = False,
+    resume_if_begun: bool = False,
     allow_drift: Sequence[str] = (),
     watching: Watching = nullcontext,
 ) -> dict[str, Any] | None:
     """Train a recipe; returns a summary of the run, on the rank that speaks.
+
+    `resume` goes on with a run that must be there; `resume_if_begun` with one that may be, as ranks do that torchrun starts again.
 
     Under torchrun or srun this process is one rank of theirs. Otherwise `num_ranks` (default 1) run on this machine: one in
     this process, several through torch's elastic launcher.
@@ -62,10 +65,12 @@ def train(
         )
     world_size = ranks.world_size if ranks else num_ranks or 1
     folder = RunFolder.of(recipe)
-    resume = resume or was_restarted()
+    resume_if_begun = resume_if_begun or was_restarted()
     if ranks is None or ranks.speaks:
-        folder.claim(resume=resume)
+        folder.claim(resume=resume or (resume_if_begun and folder.begun))
         check_exporters(recipe.run.sinks)
+    # Every rank looks for a checkpoint then: none is written before all have looked, so that all find the same.
+    resume = resume or resume_if_begun
     if ranks is None and world_size > 1:
         wants_cuda(recipe)
         with watching() as progress:
@@ -118,10 +123,12 @@ def train_rank(
         with watching() if ranks.speaks else nullcontext() as progress:
             checked = check(recipe, ranks.world_size, progress=progress)
         folder = RunFolder.of(recipe)
-        start = find_start(checked, folder, allow_drift) if resume else None
+        meeting = Meeting(ranks, device)
+        # A node that came back under torchrun does not know of a restart that the others know of.
+        resume = meeting.any(resume)
+        start, begun = find_start(checked, folder, allow_drift) if resume else None, folder.begun
         if ranks.speaks:
             write_folder(checked, folder)
-        meeting = Meeting(ranks, device)
         meeting.wait()
         with (
             open_speaker(
@@ -131,7 +138,7 @@ def train_rank(
         ):
             if restart and ranks.speaks:
                 speaker.write("warning", message=restart)
-            if resume and start is None and ranks.speaks:
+            if begun and resume and start is None and ranks.speaks:
                 speaker.write("warning", message="the run ended before its first checkpoint: it begins again at step 0")
             _train(checked, ranks, device, speaker, meeting, folder, stop, start=start, began=began)
 

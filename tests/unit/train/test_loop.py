@@ -86,6 +86,16 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(tmp_path: Path, monkey
     assert curves[0] == curves[1]
 
 
+def test_a_launcher_that_starts_it_again_begins_or_goes_on(tmp_path: Path) -> None:
+    first = train(recipe_in(tmp_path), resume_if_begun=True)
+    assert first is not None
+    assert first["steps"] == 2
+    train(recipe_in(tmp_path, max_steps=3), resume_if_begun=True)
+    events = read_events(tmp_path / "run")
+    assert [step.step for step in events.of(Step)] == [1, 2, 3]
+    assert not any("begins again" in event.message for event in events.of(Warned))
+
+
 def test_what_may_change_on_resume_is_told(tmp_path: Path) -> None:
     train(recipe_in(tmp_path))
     train(recipe_in(tmp_path, max_steps=3), resume=True)
