@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.mesh import Mesh, Ranks
+from shardwright.parallel.waiting import waiting
 from shardwright.schedule import Action, Transfer
 
 _downward: dict[tuple[dist.ProcessGroup | None, Ranks], dist.ProcessGroup] = {}
@@ -50,7 +51,8 @@ class Channels:
         """The message, once it is here."""
         buffer, work = self._coming.pop(transfer)
         if work is not None:
-            work.wait()
+            with waiting("pipeline"):
+                work.wait()
         if transfer.carries_gradient:
             # It answers what was sent forward, which has therefore arrived; gloo says so only to those who wait.
             self._release(Action("F", transfer.action.stage - 1, transfer.action.micro_batch))
@@ -75,7 +77,8 @@ class Channels:
     def _release(self, action: Action) -> None:
         """Let go of what was sent, once it has gone."""
         if action in self._going:
-            self._going.pop(action)[1].wait()
+            with waiting("pipeline"):
+                self._going.pop(action)[1].wait()
 
     def _group(self, transfer: Transfer) -> dist.ProcessGroup:
         return self._groups[transfer.receiver < transfer.sender]

@@ -25,13 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.parallel.waiting import all_gather_single, reduce_scatter_single, waiting
+
 Group = dist.ProcessGroup | None
 
 _Move = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
-
-# torch 2.13 renamed both and deprecates the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_to_all(x: Tensor, group: Group) -> Tensor:
@@ -96,14 +94,16 @@ def _keep(x: Tensor, _group: dist.ProcessGroup, _dim: int) -> Tensor:
 def _all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
     # Never in place: the operand may be another operation's saved tensor, or a gradient that is added elsewhere too.
     summed = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(summed, group=group)
+    with waiting(group):
+        dist.all_reduce(summed, group=group)
     return summed
 
 
 def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors, `[R, *x.shape]`; no gradient passes."""
     stacked = x.new_empty((group.size(), *x.shape))
-    all_gather_single(stacked.flatten(0, 1), x.contiguous(), group=group)
+    with waiting(group):
+        all_gather_single(stacked.flatten(0, 1), x.contiguous(), group=group)
     return stacked
 
 
@@ -114,7 +114,8 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     stacked = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     own = torch.empty_like(stacked[0])
-    reduce_scatter_single(own, stacked.flatten(0, 1), group=group)
+    with waiting(group):
+        reduce_scatter_single(own, stacked.flatten(0, 1), group=group)
     return own
 
 

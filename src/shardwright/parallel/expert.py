@@ -28,6 +28,7 @@ from shardwright.architecture import ModelShape
 from shardwright.layout import Layout
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.waiting import waiting
 
 
 def expert_cut(shape: ModelShape, layout: Layout, mesh: Mesh | None) -> ExpertExchange | None:
@@ -80,7 +81,8 @@ class ExpertExchange:
         assert self.group is not None
         sent_Pe = counts_E.view(self.degree, -1).contiguous()
         received_Pe = torch.empty_like(sent_Pe)
-        dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)
+        with waiting("expert"):
+            dist.all_to_all_single(received_Pe, sent_Pe, group=self.group)
         send, receive = _row_counts(sent_Pe, received_Pe, rows_MD.shape[0])
         journey = _Journey(self.group, send, receive)
         travelling_RD = _Issue.apply(rows_MD, journey)
@@ -103,7 +105,8 @@ class ExpertExchange:
     def sum_over_row(self, x: Tensor) -> Tensor:
         """`x` summed in place over the ranks that have other tokens of the same rows; no gradient passes."""
         if self.row_group is not None:
-            dist.all_reduce(x, group=self.row_group)
+            with waiting(self.row_group):
+                dist.all_reduce(x, group=self.row_group)
         return x
 
     def gather_row(self, experts_BLK: Tensor, places_L: Tensor | None) -> Tensor:
@@ -113,8 +116,9 @@ class ExpertExchange:
         size = self.row_group.size()
         parts = experts_BLK.new_empty(size, *experts_BLK.shape)
         places = places_L.new_empty(size, *places_L.shape)
-        all_gather_single(parts.flatten(0, 1), experts_BLK.contiguous(), group=self.row_group)
-        all_gather_single(places.flatten(), places_L.contiguous(), group=self.row_group)
+        with waiting(self.row_group):
+            all_gather_single(parts.flatten(0, 1), experts_BLK.contiguous(), group=self.row_group)
+            all_gather_single(places.flatten(), places_L.contiguous(), group=self.row_group)
         whole_BTK = torch.empty_like(parts.transpose(0, 1).flatten(1, 2))
         whole_BTK[:, places.flatten()] = parts.transpose(0, 1).flatten(1, 2)
         return whole_BTK
@@ -195,4 +199,5 @@ def issue(output: Tensor, rows: Tensor, receive: list[int], send: list[int], gro
 
 def wait(work: Any) -> None:
     """End an exchange."""
-    work.wait()
+    with waiting("expert"):
+        work.wait()

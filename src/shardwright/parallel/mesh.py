@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.errors import LayoutError
 from shardwright.layout import AXES, EXPERT_AXES, FSDP_AXES, Layout, RankGrid
+from shardwright.parallel.waiting import waiting
 
 
 def init_process_group(
@@ -77,6 +78,15 @@ class Mesh:
                 mine = _groups[key]
         return mine
 
+    def cuts(self) -> dict[dist.ProcessGroup, str]:
+        """Which cut each group of this rank serves, as `waiting.CUTS` has them; a group over several cuts serves the `world`."""
+        served: dict[dist.ProcessGroup, str] = {}
+        for axes in _groupings(self.layout):
+            group = self.group(*axes)
+            if group is not None:  # ranks that two groupings share are the narrower one's, which comes first
+                served.setdefault(group, _CUT_OF_AXIS[axes[0]] if len({_CUT_OF_AXIS[axis] for axis in axes}) == 1 else "world")
+        return served
+
     def device_mesh(self, shard_axis: str) -> DeviceMesh:
         """What FSDP2 wants: ZeRO's axis (`fsdp`, or `efsdp` for experts), after `dp_replicate` where there are replicas."""
         axes = ("dp_replicate", shard_axis) if self.layout.dp_replicate > 1 else (shard_axis,)
@@ -98,7 +108,8 @@ class Mesh:
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """`tensor` summed in place over the ranks of the named axes; itself when they hold this rank only."""
         for group in self._fewest_groups(axes):
-            dist.all_reduce(tensor, group=group)
+            with waiting(group):
+                dist.all_reduce(tensor, group=group)
         return tensor
 
     def _fewest_groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
@@ -111,6 +122,11 @@ class Mesh:
             return [_groups[dist.group.WORLD, ranks]]
         groups = [self.group(axis) for axis in several]
         return [group for group in groups if group is not None]
+
+
+_CUT_OF_AXIS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"} | dict.fromkeys(
+    ("dp_replicate", "dp_shard", "fsdp", "efsdp"), "data"
+)
 
 
 def _groupings(layout: Layout) -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from shardwright.parallel.matrices import MatrixExchange
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.pipeline import Arguments, Mark, Pipeline
 from shardwright.parallel.reduce import PendingSum, make_sums, narrow
+from shardwright.parallel.waiting import Waits, begin_wait, end_wait
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -82,14 +83,29 @@ class ParallelModel:
             return self.pipeline.differentiate(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
         for number, batch in enumerate(micro_batches):
-            with self.synchronising(last=number == len(micro_batches) - 1), self.at_backward_end(lambda: mark("backward")):
+            last = number == len(micro_batches) - 1
+            sums = self._wrapped and (last or self.layout.zero_stage >= 2)
+
+            def end_backward(sums: bool = sums) -> None:
+                mark("backward")
+                if sums:  # what is left of the backward pass is the embedding's gradient and the wait for sums
+                    begin_wait()
+
+            with self.synchronising(last), self.at_backward_end(end_backward):
                 loss = self.module(**arguments(batch.to(self.device)))
                 mark("forward")
                 loss.backward(scale.to(loss.dtype))
+            if sums:
+                end_wait("data")
             mark("reduction")
             loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
         assert loss_sum is not None, "a step has at least one micro-batch"
         return loss_sum
+
+    @property
+    def _wrapped(self) -> bool:
+        """Whether DDP or FSDP2 sums gradients during the backward pass."""
+        return bool(self.groups) or isinstance(self.module, DistributedDataParallel)
 
     def losses(self, micro_batches: Sequence[MicroBatch], arguments: Arguments) -> Tensor:
         """The sum of the losses that this rank computes, in fp64 and without gradients; call it within `evaluating`."""
@@ -195,6 +211,10 @@ class ParallelModel:
     def held(self, name: str) -> tuple[Held, ...]:
         """The boxes of a parameter (of its gradient, of its moments) that this rank holds."""
         return held(self.layouts[name], self.layout, self._here)
+
+    def waits(self) -> Waits:
+        """Measures what this rank waits for, by the cut that the traffic serves."""
+        return Waits(self.device, {} if self.mesh is None else self.mesh.cuts())
 
     def block_matrices(self) -> frozenset[str]:
         """Trained parameters of the whole model's blocks that are matrices, or stacks of them."""

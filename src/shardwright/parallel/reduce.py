@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwright.layout import DATA_AXES, Bounds, ParameterLayout, held
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,11 @@ def _buckets(tensors: list[Tensor], size_bytes: int) -> Iterable[list[Tensor]]:
 
 def _sum_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        dist.all_reduce(tensors[0], group=group)
+        with waiting(group):
+            dist.all_reduce(tensors[0], group=group)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
+    with waiting(group):
+        dist.all_reduce(flat, group=group)
     for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(summed.view(tensor.shape))

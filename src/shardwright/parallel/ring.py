@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from shardwright.parallel.blocks import Kernel, Partial, Scores, Seen, choose_kernel, merge
 from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwright.parallel.sight import Block, Row
+from shardwright.parallel.waiting import waiting
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -207,8 +208,9 @@ class _Pass:
 
     def wait(self) -> KeysValues:
         """What has come, once it has, and once this rank's own has gone."""
-        for work in self._works:
-            work.wait()
+        with waiting("context"):
+            for work in self._works:
+                work.wait()
         k, v = self._received
         return k, v
 
@@ -226,8 +228,9 @@ class _Gather:
 
     def wait(self) -> KeysValues:
         """All of them, by rank."""
-        for work in self._works:
-            work.wait()
+        with waiting("context"):
+            for work in self._works:
+                work.wait()
         k, v = self._received
         return k, v
 
@@ -249,5 +252,7 @@ def _scatter(gradients: KeysValues, how: RowAttention) -> KeysValues:
         pieces = gradient_BKTE.chunk(sum(map(len, how.chunks)), dim=2)
         by_rank = torch.stack([torch.cat([pieces[chunk] for chunk in chunks], dim=2) for chunks in how.chunks])
         own.append(torch.empty_like(by_rank[0]))
-        reduce_scatter_single(own[-1], by_rank.flatten(0, 1), group=how.group)
+        assert how.group is not None
+        with waiting("context"):
+            reduce_scatter_single(own[-1], by_rank.flatten(0, 1), group=how.group)
     return own[0], own[1]

@@ -28,6 +28,7 @@ from shardwright.model import Decoder
 from shardwright.model.block import Block
 from shardwright.numerics import Dtypes, chunked_cross_entropy
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.waiting import mark_gathers
 
 
 def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: Sequence[Stage] | None = None) -> list[FSDPModule]:
@@ -59,6 +60,8 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
         ignored_params=untrained,
         shard_placement_fn=_place_experts(decoder, mesh) if layout.ep > 1 else None,
     )
+    # Where FSDP2 has a second mesh for the experts it takes no reduce-scatter but its own.
+    reduction_blocks = mesh.device_type == "cpu" and layout.ep == 1
     free = layout.zero_stage == 3
     final_norm = getattr(decoder.root, decoder.shape.names.final_norm, None)
     runs: list[list[FSDPModule]] = []
@@ -69,10 +72,12 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
             if decoder.blocks[-1] in members and final_norm is not None:
                 members.append(final_norm)
             wrap(members, reshard_after_forward=free)
+            mark_gathers(members, reduces=reduction_blocks)
             runs[-1].append(_as_fsdp(members[0]))
     groups = [group for run in runs for group in run]
     root_is_read_backward = not _is_chunked(decoder.loss_function)
     wrap(decoder, reshard_after_forward=free and not root_is_read_backward)
+    mark_gathers([decoder], reduces=reduction_blocks)
     root = _as_fsdp(decoder)
     if free and not root_is_read_backward:
         root.set_unshard_in_backward(False)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.parallel.waiting import waiting
+
 
 def to_heads(parts_BHLE: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """All tokens of this rank's share of the heads, `[B, H / R, T, E]` each, in one exchange.
@@ -66,5 +68,6 @@ class _Exchange(torch.autograd.Function):
 
 def _all_to_all(x_RX: Tensor, group: dist.ProcessGroup) -> Tensor:
     got_RX = torch.empty_like(x_RX, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(got_RX, x_RX.contiguous(), group=group)
+    with waiting("context"):
+        dist.all_to_all_single(got_RX, x_RX.contiguous(), group=group)
     return got_RX

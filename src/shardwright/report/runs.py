@@ -15,6 +15,7 @@ import numpy as np
 from shardwright.errors import InputError
 from shardwright.report.thin import Floats, smooth
 from shardwright.telemetry.events import (
+    MEASUREMENTS,
     Checkpoint,
     Evaluation,
     Event,
@@ -54,8 +55,8 @@ class Run:
 
     @cached_property
     def history(self) -> list[Event]:
-        """All that was not a step, in file order, withdrawn or not."""
-        return [event for event in self.log if not isinstance(event, Step)]
+        """All that was no step and no measurement of one, in file order, withdrawn or not."""
+        return [event for event in self.log if not isinstance(event, (Step, *MEASUREMENTS))]
 
     @cached_property
     def start(self) -> RunStarted | None:

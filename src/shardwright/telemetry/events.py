@@ -20,13 +20,19 @@ from shardwright.errors import InputError, RunFailed
 from shardwright.telemetry.kinds import (
     EVENT_TYPES,
     FILE_NAME,
+    MEASUREMENTS,
     SCHEMA_VERSION,
     Checkpoint,
     Evaluation,
     Event,
     Failed,
+    Memory,
+    PipelineRan,
     Preempted,
+    Profiled,
+    Ranks,
     Resumed,
+    RolledBack,
     RunFinished,
     RunStarted,
     SkippedStep,
@@ -39,6 +45,7 @@ from shardwright.telemetry.kinds import (
 
 __all__ = [
     "FILE_NAME",
+    "MEASUREMENTS",
     "SCHEMA_VERSION",
     "Checkpoint",
     "Evaluation",
@@ -46,8 +53,13 @@ __all__ = [
     "EventLog",
     "EventWriter",
     "Failed",
+    "Memory",
+    "PipelineRan",
     "Preempted",
+    "Profiled",
+    "Ranks",
     "Resumed",
+    "RolledBack",
     "RunFinished",
     "RunStarted",
     "SkippedStep",
@@ -256,15 +268,16 @@ def read_events(run: str | os.PathLike[str]) -> EventLog:
     return EventLog(path, tuple(events), torn_tail, tuple(broken), tuple(sorted(unknown.items())))
 
 
-_WITHDRAWN_BY_RESUME = (Step, Evaluation, SkippedStep, Checkpoint)
+_WITHDRAWN_BY_RESUME = (Step, Ranks, Memory, PipelineRan, Evaluation, SkippedStep, Checkpoint)
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:
     """The events without those that a resume left behind: one curve, the one whose weights exist.
 
-    `resumed` at step R withdraws every earlier step, evaluation, skipped step and checkpoint after R. A `run_started` that
-    reaches a step without `resumed` counts as a resume at its own `step`, 0 when it says none: it trained anew. Of two steps,
-    or two evaluations, with the same number the later one stays. Everything else (starts, warnings, failures) is history and stays.
+    `resumed` at step R withdraws every earlier step (and what was measured of it), evaluation, skipped step and checkpoint after
+    R. A `run_started` that reaches a step without `resumed` counts as a resume at its own `step`, 0 when it says none: it trained
+    anew. Of two steps, or two evaluations, with the same number the later one stays. Everything else (starts, warnings, failures)
+    is history and stays.
     """
     kept: list[Event] = []
     limit: float = float("inf")

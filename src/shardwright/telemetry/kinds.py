@@ -117,6 +117,85 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ranks(Event):
+    """How one step went on every rank, in rank order. Written at steps that are multiples of run.log_every_steps, and with more
+    than eight ranks less often by as much as there are more, so that the file grows no faster."""
+
+    kind: ClassVar[str] = "ranks"
+    step_seconds: tuple[float, ...]
+    own_seconds: tuple[float, ...]
+    """Without waiting for other ranks: what tells a slow rank from those that wait for it."""
+    data_seconds: tuple[float, ...]
+    forward_seconds: tuple[float, ...]
+    """With the waits in it; so are backward and reduction."""
+    backward_seconds: tuple[float, ...]
+    reduction_seconds: tuple[float, ...]
+    optimizer_seconds: tuple[float, ...]
+    checkpoint_seconds: tuple[float, ...]
+    """That this rank stood still for checkpoints since the event before."""
+    wait_seconds: dict[str, tuple[float, ...]]
+    """Waited for other ranks, by the cut that the traffic serves: data, tensor, context, expert, pipeline (with what the schedule
+    leaves empty), world (sums over several cuts). Cuts for which nobody waited are absent."""
+    reserved_bytes: tuple[int, ...] | None = None
+    """CUDA: held by the allocator at most."""
+    device_bytes: tuple[int, ...] | None = None
+    """CUDA: in use on the whole device, by everybody."""
+    temperature_celsius: tuple[float, ...] | None = None
+    """Where NVML tells."""
+    throttled: tuple[str, ...] | None = None
+    """Where NVML tells: why the clocks are held down, as `power, heat`; empty where they are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Event):
+    """What a rank's memory holds, measured once by each process when its second step had gradients. Bytes, in rank order."""
+
+    kind: ClassVar[str] = "memory"
+    weights_bytes: tuple[int, ...]
+    gradients_bytes: tuple[int, ...]
+    """When they were all there."""
+    optimizer_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    """Of that step: allocated on CUDA, resident on a CPU."""
+    driver_bytes: tuple[int, ...] | None = None
+    """CUDA: in use on the device and not by the allocator."""
+    reserved_bytes: tuple[int, ...] | None = None
+    """CUDA: held by the allocator at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRan(Event):
+    """When the ranks of one pipeline computed what, in one step; about twenty times in a run."""
+
+    kind: ClassVar[str] = "pipeline"
+    schedule: str
+    """Its name."""
+    ranks: tuple[int, ...]
+    """Of the world, by place in the pipeline."""
+    num_micro_batches: int
+    rank_of_stage: tuple[int, ...]
+    """Places in the pipeline."""
+    actions: tuple[tuple[str, ...], ...]
+    """Per place its actions in order: `3F0` is stage 3, forward, micro-batch 0."""
+    begins: tuple[tuple[float, ...], ...]
+    """Seconds since the first of them began, on rank 0's clock."""
+    ends: tuple[tuple[float, ...], ...]
+    clock_error_seconds: float
+    """By how much the ranks' clocks may still disagree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled(Event):
+    """A profile of a step lies in the run folder, all ranks on one clock."""
+
+    kind: ClassVar[str] = "profile"
+    path: str
+    ranks: int
+    """Ranks in it."""
+    clock_error_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Event):
     """The validation set, or its first `max_batches`, at the weights of `step`."""
 
@@ -149,6 +228,21 @@ class Resumed(Event):
 
     kind: ClassVar[str] = "resumed"
     path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event):
+    """The run went back to the checkpoint at `step` by itself (a `resumed` line says so, too), and past the data in between."""
+
+    kind: ClassVar[str] = "rolled_back"
+    reason: str
+    from_step: int
+    """Where it was."""
+    path: str
+    first_sample: int
+    """Position in the order of samples from which on nothing is used,"""
+    num_samples: int
+    """and how many are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +296,14 @@ class Failed(Event):
     rank: int | None = None
 
 
+MEASUREMENTS: tuple[type[Event], ...] = (Ranks, Memory, PipelineRan)
+"""Kinds that are read by the report and say nothing as a line."""
+
 EVENT_TYPES: dict[str, type[Event]] = {
     event_type.kind: event_type
     for event_type in (
-        RunStarted, Step, Evaluation, Checkpoint, Resumed, SkippedStep, Warned, Preempted, RunFinished, Failed,
+        RunStarted, Step, Ranks, Memory, PipelineRan, Profiled, Evaluation, Checkpoint, Resumed, RolledBack, SkippedStep, Warned, Preempted,
+        RunFinished, Failed,
     )
 }  # fmt: skip
 
@@ -266,8 +364,15 @@ def _spell_non_finite(value: Any) -> Any:
 
 
 def _readers(event_type: type[Event]) -> dict[str, str]:
-    """How each field is read back: `float` knows the spelled non-finite values, `tuple` comes from a list."""
-    return {f.name: "float" if "float" in str(f.type) else "tuple" if "tuple" in str(f.type) else "" for f in fields(event_type)}
+    """How each field is read back: `float` knows the spelled non-finite values, lists become the tuples that they were."""
+
+    def reader(spelled: str) -> str:
+        for start, name in (("tuple[tuple", "tuples"), ("tuple", "tuple"), ("dict[str, tuple", "named tuples"), ("dict", "")):
+            if spelled.startswith(start):
+                return name
+        return "float" if "float" in spelled else ""
+
+    return {field.name: reader(str(field.type)) for field in fields(event_type)}
 
 
 _READERS = {kind: _readers(event_type) for kind, event_type in EVENT_TYPES.items()}
@@ -291,5 +396,9 @@ def decode(record: Mapping[str, Any]) -> Event:
             value = _NON_FINITE[value] if isinstance(value, str) and value in _NON_FINITE else float(value)
         elif reader == "tuple":
             value = tuple(value)
+        elif reader == "tuples":
+            value = tuple(map(tuple, value))
+        elif reader == "named tuples":
+            value = {key: tuple(row) for key, row in value.items()}
         values[name] = value
     return event_type(**values)

@@ -12,11 +12,13 @@ from pathlib import Path, PurePath
 from typing import Protocol, TextIO
 
 from shardwright.telemetry.events import (
+    MEASUREMENTS,
     Checkpoint,
     Evaluation,
     Event,
     Failed,
     Preempted,
+    Profiled,
     Resumed,
     RunFinished,
     RunStarted,
@@ -71,6 +73,9 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             background = event.stall_seconds is not None and event.stall_seconds < 0.9 * event.seconds
             stall = f", training waited {format_seconds(event.stall_seconds or 0.0)}" if background else ""
             return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
+        case Profiled():
+            ranks, error = f"{event.ranks} rank{'s' if event.ranks != 1 else ''}", format_seconds(event.clock_error_seconds)
+            return f"profile of step {event.step:,}  {event.path}  ({ranks} on one clock, within {error})"
         case Resumed():
             return f"resumed at step {event.step:,} from {event.path}"
         case SkippedStep():
@@ -138,6 +143,8 @@ class PlainLines:
     def on_event(self, event: Event) -> None:
         """Write the event's line."""
         self._progress.on_event(event)
+        if isinstance(event, MEASUREMENTS):
+            return
         if isinstance(event, Step) and (event.step or 0) % self._every_steps and event.step != self._progress.total_steps:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(event.time)) if self._timestamps else ""

@@ -13,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.telemetry.events import (
+    MEASUREMENTS,
     Checkpoint,
     Evaluation,
     Event,
     Failed,
     Preempted,
+    Profiled,
     Resumed,
     RunFinished,
     RunStarted,
@@ -37,6 +39,7 @@ _STYLES: dict[type[Event], str] = {
     RunStarted: "bold",
     Evaluation: "cyan",
     Checkpoint: "dim",
+    Profiled: "dim",
     Resumed: "cyan",
     SkippedStep: "yellow",
     Warned: "yellow",
@@ -106,6 +109,8 @@ class Terminal:
     def on_event(self, event: Event) -> None:
         """Move the bar for a step; print a line above it for anything else."""
         self._progress.on_event(event)
+        if isinstance(event, MEASUREMENTS):
+            return
         if isinstance(event, Step):
             if event.memory_bytes:
                 self._line.memory_bytes = max(event.memory_bytes)

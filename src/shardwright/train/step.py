@@ -58,6 +58,7 @@ class StepTimes:
 
     device: torch.device
     _marks: list[tuple[str, float | torch.cuda.Event]] = field(default_factory=list)
+    _began: float = 0.0
 
     def mark(self, part: str) -> None:
         """What began at the last mark ends here, and belongs to `part`."""
@@ -71,7 +72,25 @@ class StepTimes:
     def start(self) -> None:
         """Forget the last step; time runs from here."""
         self._marks.clear()
+        self._began = time.perf_counter()
         self.mark("")
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Each part as it came: its name, and from when to when, on this process's performance counter.
+
+        On CUDA the device must have come to the end; its clock is set by the host's at the start of the step, when it was idle.
+        """
+        found = []
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            found.append((part, self._instant(before), self._instant(after)))
+        return found
+
+    def _instant(self, mark: float | torch.cuda.Event) -> float:
+        if isinstance(mark, float):
+            return mark
+        first = self._marks[0][1]
+        assert isinstance(first, torch.cuda.Event)
+        return self._began + first.elapsed_time(mark) / 1000.0
 
     def seconds(self) -> dict[str, float]:
         """Seconds per part: forward, backward, reduction, optimizer; with a pipeline, waiting for other ranks."""

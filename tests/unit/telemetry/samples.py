@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.telemetry.events import RunStarted, Step
+from shardwright.telemetry.events import PipelineRan, Ranks, RunStarted, Step
 
 
 def step_event(step: int, loss: float = 2.5, **values: Any) -> Step:
@@ -39,3 +39,27 @@ def start_event(**values: Any) -> RunStarted:
         "devices": ("cpu", "cpu"),
     }
     return RunStarted(**(defaults | values))
+
+
+def ranks_event(step: int, own_seconds: tuple[float, ...] = (0.4, 0.3), **values: Any) -> Ranks:
+    """A step of half a second on ranks that wait for the slowest of them."""
+    count, slowest = len(own_seconds), max(own_seconds)
+    waits = tuple(slowest - own + 0.05 for own in own_seconds)
+    even = {f"{part}_seconds": (0.01,) * count for part in ("data", "forward", "backward", "reduction", "optimizer", "checkpoint")}
+    defaults: dict[str, Any] = even | {"wait_seconds": {"data": waits}, "step_seconds": (slowest + 0.05,) * count}
+    return Ranks(step=step, own_seconds=own_seconds, **(defaults | values))
+
+
+def pipeline_event(step: int) -> PipelineRan:
+    """1F1B on two ranks with two micro-batches; the second rank's backwards take twice as long as the schedule hopes."""
+    return PipelineRan(
+        step=step,
+        schedule="1F1B",
+        ranks=(0, 1),
+        num_micro_batches=2,
+        rank_of_stage=(0, 1),
+        actions=(("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1")),
+        begins=((0.0, 0.1, 0.5, 0.9), (0.1, 0.2, 0.5, 0.6)),
+        ends=((0.1, 0.2, 0.7, 1.1), (0.2, 0.45, 0.6, 0.85)),
+        clock_error_seconds=1e-5,
+    )

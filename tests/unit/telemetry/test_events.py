@@ -19,7 +19,9 @@ from shardwright.telemetry.events import (
     Event,
     EventWriter,
     Failed,
+    Memory,
     Preempted,
+    Profiled,
     Resumed,
     RunFinished,
     SkippedStep,
@@ -31,13 +33,17 @@ from shardwright.telemetry.events import (
     surviving_steps,
 )
 from shardwright.telemetry.kinds import EVENT_TYPES
-from tests.unit.telemetry.samples import start_event, step_event
+from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event, step_event
 
 ONE_OF_EACH: tuple[Event, ...] = (
     start_event(flops_per_token=6000.0, matmul_flops_per_second=1e12),
     step_event(
         1, data_seconds=0.1, forward_seconds=0.1, backward_seconds=0.2, reduction_seconds=0.05, optimizer_seconds=0.05, mfu=0.4
     ),
+    ranks_event(1, temperature_celsius=(61.0, 64.0), throttled=("", "power"), reserved_bytes=(5, 6), device_bytes=(7, 8)),
+    Memory(step=2, weights_bytes=(1, 2), gradients_bytes=(1, 2), optimizer_bytes=(3, 4), peak_bytes=(9, 9)),
+    pipeline_event(3),
+    Profiled(step=3, path="profile/step-00000003.json.gz", ranks=2, clock_error_seconds=1e-5),
     Evaluation(step=1, loss=2.0, perplexity=math.exp(2.0), tokens=100, seconds=1.5, best=True),
     Checkpoint(step=1, path="checkpoints/1", size_bytes=10, seconds=0.1),
     Resumed(step=1, path="checkpoints/1"),
