@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from shardwright.errors import LayoutError
 
@@ -58,35 +59,43 @@ def cut_stages(
             allowed=f"at most {most}" if most else "1",
             remedy=f"The nearest that works is pp={most}" if most > 1 else "Use a schedule with one stage a rank, or pp=1",
         )
+    borders = _borders(tuple(layer_costs), num_stages, embedding_cost, head_cost)
+    return tuple(
+        Stage(index, rank, first, last, index == 0, index == num_stages - 1)
+        for index, (rank, (first, last)) in enumerate(zip(rank_of_stage, pairwise(borders), strict=True))
+    )
+
+
+@lru_cache(maxsize=512)
+def _borders(layer_costs: tuple[float, ...], num_stages: int, embedding_cost: float, head_cost: float) -> tuple[int, ...]:
+    """Where each stage begins, and the number of layers. Kept: schedules that differ in their order alone ask the same."""
+    num_layers = len(layer_costs)
     before = list(accumulate(layer_costs, initial=0.0))
-
-    def cost(stage: int, first: int, last: int) -> float:
-        ends = (embedding_cost if stage == 0 else 0.0) + (head_cost if stage == num_stages - 1 else 0.0)
-        return before[last] - before[first] + ends
-
     cap = _least_cap(layer_costs, num_stages, embedding_cost, head_cost)
     # least[n] is the least sum of squares of stages s, s + 1, ... over the layers from n on; filled from the last stage back.
-    least: dict[int, float] = {num_layers: 0.0}
-    choices: list[dict[int, int]] = []
+    least = [float("inf")] * num_layers + [0.0]
+    choices: list[list[int]] = []
     for stage in reversed(range(num_stages)):
-        better: dict[int, float] = {}
-        choice: dict[int, int] = {}
+        ends = (embedding_cost if stage == 0 else 0.0) + (head_cost if stage == num_stages - 1 else 0.0)
+        better = [float("inf")] * (num_layers + 1)
+        choice = [0] * (num_layers + 1)
+        last_end = num_layers - (num_stages - stage - 1) + 1
         for first in range(stage, num_layers - (num_stages - stage) + 1):
-            for last in range(first + 1, num_layers - (num_stages - stage - 1) + 1):
-                taken = cost(stage, first, last)
+            spent, best, chosen = before[first] - ends, float("inf"), 0
+            for last in range(first + 1, last_end):
+                taken = before[last] - spent
                 if taken > cap:
                     break
-                total = taken * taken + least.get(last, float("inf"))
-                if total < better.get(first, float("inf")) * (1 - 1e-12):
-                    better[first], choice[first] = total, last
+                total = taken * taken + least[last]
+                if total < best * (1 - 1e-12):
+                    best, chosen = total, last
+            better[first], choice[first] = best, chosen
         least = better
         choices.append(choice)
-    stages, first = [], 0
-    for index, choice in enumerate(reversed(choices)):
-        last = choice[first]
-        stages.append(Stage(index, rank_of_stage[index], first, last, index == 0, index == num_stages - 1))
-        first = last
-    return tuple(stages)
+    borders = [0]
+    for choice in reversed(choices):
+        borders.append(choice[borders[-1]])
+    return tuple(borders)
 
 
 def _least_cap(layer_costs: Sequence[float], num_stages: int, embedding_cost: float, head_cost: float) -> float:

@@ -17,7 +17,8 @@ from shardwright.planner.question import candidate_of, question_of, shape_of, te
 from shardwright.planner.rejections import Rejection, cheapest_change, reject, why_not_at_all
 from shardwright.planner.rules import divisors
 from shardwright.planner.scaling import ScalePoint, fewest_gpus, scale
-from shardwright.planner.search import Question, search
+from shardwright.planner.search import search
+from shardwright.planner.space import Question
 from shardwright.units import format_bytes
 
 

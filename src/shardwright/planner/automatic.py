@@ -19,7 +19,8 @@ from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.question import question_of, shape_of, template_of
 from shardwright.planner.scaling import fewest_gpus, resized
-from shardwright.planner.search import Question, search
+from shardwright.planner.search import search
+from shardwright.planner.space import Question
 from shardwright.units import format_bytes
 
 

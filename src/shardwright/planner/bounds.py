@@ -15,10 +15,10 @@ from operator import mul
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.compute import update_seconds
 from shardwright.planner.memory import StageLoad
-from shardwright.planner.pipeline import PipelineShape, StageLayers
+from shardwright.planner.pipeline import PipelineShape
 from shardwright.planner.predict import Predictor
-from shardwright.planner.step import LayerCosts, StepCosts, data_seconds, owned_elements
-from shardwright.schedule import FAMILIES
+from shardwright.planner.step import LayerCosts, StepCosts, hide, owned_elements, rank_traffic
+from shardwright.schedule.families import splits_backward
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,30 @@ class PipelineBounds:
     stages before them."""
 
     def __init__(self, pipeline: PipelineShape) -> None:
-        stages, ranks = pipeline.stages, pipeline.num_ranks
         self.num_micro_batches = pipeline.num_micro_batches
-        self.split = ranks > 1 and (pipeline.schedule not in FAMILIES or FAMILIES[pipeline.schedule].splits_backward)
-        self.loads = [(load, _sum(stages[: pipeline.stages_of(rank)[0]])) for rank, load in _ends(pipeline)]
-        everything = pipeline.loads
-        self.least = tuple(map(min, zip(*(load.layers for load in everything), strict=True)))
-        self.most = tuple(map(max, zip(*(load.layers for load in everything), strict=True)))
+        self.split = pipeline.num_ranks > 1 and splits_backward(pipeline.schedule)
+        cut = pipeline.cut
+        self.loads = [(pipeline.load_of(rank), before) for rank, before in cut.ends]
+        self.least, self.most = cut.least, cut.most
+        self.key = (cut, self.split)
+        """Pipelines of one key take equally long at least, with as many micro-batches."""
 
-    def bound(self, costs: LayerCosts) -> PipelineBound:
+    def seconds(self, costs: LayerCosts) -> float:
         """A rank works through its micro-batches after the first has come down the stages before it. Then that one's, or a
-        later one's,
-        gradient has to go back up through them; beside that the rank may make gradients of weights, where its schedule splits
-        them off.
-        """
+        later one's, gradient has to go back up through them; beside that the rank may make gradients of weights, where its
+        schedule splits them off."""
         best = 0.0
+        waiting = costs.going if self.split else costs.both
         for load, before in self.loads:
             mine = _through(costs.both, load.layers) + load.embedding * costs.embedding + load.head * costs.head
-            wait = _through(costs.going if self.split else costs.both, before)
-            best = max(best, self.num_micro_batches * mine + wait)
-        forward = _through(costs.going, self.most) + costs.embedding
-        backward = _through(costs.both, self.most) - _through(costs.going, self.most) + costs.embedding + costs.head
-        return PipelineBound(best, forward, backward, self.least, self.most, self.loads[0][0])
+            best = max(best, self.num_micro_batches * mine + _through(waiting, before))
+        return best
 
-
-def _ends(pipeline: PipelineShape) -> list[tuple[int, StageLoad]]:
-    return [(rank, pipeline.load_of(rank)) for rank in sorted({0, pipeline.num_ranks - 1})]
-
-
-def _sum(stages: tuple[StageLayers, ...]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*(stage.layers for stage in stages), strict=True))) if stages else ()
+    def bound(self, costs: LayerCosts) -> PipelineBound:
+        """Those seconds, and the longest passes of a rank."""
+        going = _through(costs.going, self.most)
+        backward = _through(costs.both, self.most) - going + costs.embedding + costs.head
+        return PipelineBound(self.seconds(costs), going + costs.embedding, backward, self.least, self.most, self.loads[0][0])
 
 
 def _through(seconds: tuple[float, ...], layers: tuple[int, ...]) -> float:
@@ -90,23 +84,30 @@ def together(bounds: list[PipelineBound]) -> PipelineBound:
     )
 
 
-def bound_data(predictor: Predictor, candidate: Candidate, costs: LayerCosts, bound: PipelineBound) -> float:
-    """Seconds of data traffic that nothing hides, of the update, and of moving weights, on a rank that holds no more than the
-    least."""
-    step = StepCosts(predictor.facts, candidate, predictor.rates(candidate.precision), predictor.network, costs)
-    alone = candidate.layout.pp == 1
-    load = StageLoad(bound.layers, embedding=alone, head=alone)
-    # Traffic hides behind passes, which moving weights makes longer.
-    forward = bound.forward + sum(map(mul, (pair[0] for pair in step.moving), bound.most))
-    backward = bound.backward + sum(map(mul, (pair[1] for pair in step.moving), bound.most))
-    exposed, _ = data_seconds(step, load, forward, backward)
-    moving = sum(map(mul, map(sum, step.moving), bound.layers))
-    update = update_seconds(owned_elements(step, load), candidate, step.rates)
-    return float(exposed + candidate.gradient_accumulation_steps * moving + update)
+class DataBound:
+    """Seconds of the data ranks' traffic that nothing hides, of the update, and of moving weights, on a rank that holds no more
+    than the least. Neither micro batch nor recomputation changes what is worked out here."""
+
+    def __init__(self, predictor: Predictor, candidate: Candidate, least: tuple[int, ...]) -> None:
+        step = StepCosts(predictor.facts, candidate, predictor.rates(candidate.precision), predictor.network)
+        alone = candidate.layout.pp == 1
+        load = StageLoad(least, embedding=alone, head=alone)
+        self._candidate, self._network = candidate, predictor.network
+        self._traffic = rank_traffic(step, load)
+        self._forward, self._backward = (tuple(pair[way] for pair in step.moving) for way in (0, 1))
+        self._moving = sum(map(mul, map(sum, step.moving), least))
+        self._update = update_seconds(owned_elements(step, load), candidate, step.rates)
+
+    def seconds(self, num_micro_batches: int, bound: PipelineBound) -> float:
+        """Beside passes of at most that length. Traffic hides behind passes, which moving weights makes longer."""
+        forward = bound.forward + _through(self._forward, bound.most)
+        backward = bound.backward + _through(self._backward, bound.most)
+        exposed, _ = hide(self._candidate, self._network, self._traffic, num_micro_batches, forward, backward)
+        return float(exposed + num_micro_batches * self._moving + self._update)
 
 
-def with_overhead(predictor: Predictor, seconds: float, num_gpus: int) -> float:
-    """A step's seconds with what every step has on top."""
+def overhead_of(predictor: Predictor, num_gpus: int) -> tuple[float, float]:
+    """What every step has on top: a factor for its stragglers, and seconds."""
     efficiency, cluster = predictor.efficiency, predictor.cluster
     nodes = max(1.0, num_gpus / cluster.domain_size)
-    return seconds * (1 + efficiency.straggler_share * log2(nodes)) + efficiency.step_seconds
+    return 1 + efficiency.straggler_share * log2(nodes), efficiency.step_seconds

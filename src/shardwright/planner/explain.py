@@ -13,7 +13,8 @@ from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.rejections import why_not_at_all
 from shardwright.planner.rules import divisors
-from shardwright.planner.search import Found, Question, search
+from shardwright.planner.search import Found, search
+from shardwright.planner.space import Question
 from shardwright.units import format_bytes, format_seconds
 
 LORA_RANK = 16

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import add
+from typing import NamedTuple
 
 from shardwright.architecture import LayerShape, ModelShape, ParameterSpec
 from shardwright.architecture.count import EXPERT_ROLES, matmul_parameters, mean_visible_keys
@@ -42,8 +44,7 @@ class LayerKind:
     num_norms: int
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Elements that the fullest rank holds of some parameters: `whole` is its tensor- and expert-parallel slice, `shard` what
     ZeRO leaves of that. Of them, `expert_*` belong to experts. `matrices` are those of two dimensions or more (of `whole`)."""
 
@@ -53,19 +54,13 @@ class Held:
     expert_shard: float = 0.0
     matrices: float = 0.0
 
-    def __add__(self, other: Held) -> Held:
-        return Held(
-            self.whole + other.whole,
-            self.shard + other.shard,
-            self.expert_whole + other.expert_whole,
-            self.expert_shard + other.expert_shard,
-            self.matrices + other.matrices,
-        )
+    def plus(self, other: Held) -> Held:
+        """Both together."""
+        return Held._make(map(add, self, other))
 
-    def __mul__(self, times: float) -> Held:
-        return Held(
-            self.whole * times, self.shard * times, self.expert_whole * times, self.expert_shard * times, self.matrices * times
-        )
+    def times(self, count: float) -> Held:
+        """So many of them."""
+        return Held._make([elements * count for elements in self])
 
 
 @dataclass(frozen=True)
@@ -164,11 +159,11 @@ class ModelFacts:
         for spec in self.sample_parameters:
             part = _hold_one(placed[spec.name], spec, alone)
             if spec.layer is not None:
-                layers[spec.layer] += part
+                layers[spec.layer] = layers[spec.layer].plus(part)
             elif spec.role in ("embedding", "positions"):
-                embedding += part
+                embedding = embedding.plus(part)
             else:
-                head += part
+                head = head.plus(part)
         return HeldByPart(tuple(layers), embedding, head)
 
 

@@ -12,6 +12,7 @@ Parts that live between steps (weights, gradients, optimizer) follow `placement.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardwright.planner.activations import layer_activations, micro_batch_tokens, residual_tokens, shared_tables, stage_ends
 from shardwright.planner.candidate import STATE_BYTES, Candidate
@@ -52,12 +53,11 @@ class _Standing:
 
 def predict_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad, efficiency: Efficiency) -> MemoryParts:
     """Bytes of one rank, by part, at its peak."""
-    standing = _standing(facts, candidate, load)
-    base = MemoryParts(weights=standing.weights, optimizer=standing.optimizer)
+    standing, live = _standing(facts, candidate, load), _activations(facts, candidate, load)
     moments = (
-        _at_loss(facts, candidate, load, standing, base),
-        _at_backward(facts, candidate, load, standing, base),
-        replace(base, gradients=standing.gradients),
+        _at_loss(facts, candidate, load, standing, live),
+        _at_backward(facts, candidate, load, standing, live),
+        MemoryParts(weights=standing.weights, optimizer=standing.optimizer, gradients=standing.gradients),
     )
     peak = max(moments, key=lambda parts: parts.total)
     driver = efficiency.context_bytes + efficiency.communicator_bytes * _num_groups(candidate)
@@ -89,10 +89,10 @@ def _sum(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Held:
     held = facts.held(candidate.layout)
     total = Held()
     for layer, count in zip(held.layers, load.layers, strict=True):
-        total += layer * count
+        total = total.plus(layer.times(count))
     if load.embedding or (load.head and facts.shape.tied_embeddings):
-        total += held.embedding
-    return total + held.head if load.head else total
+        total = total.plus(held.embedding)
+    return total.plus(held.head) if load.head else total
 
 
 def adapter_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Held:
@@ -108,7 +108,7 @@ def adapter_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -
             num_out = product.num_out / (layout.tp if product.cut == "columns" else 1)
             shards = layout.fsdp if layout.zero_stage >= 1 else 1
             shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
-            total += Held(adapter.rank * (num_in + num_out), shard) * count
+            total = total.plus(Held(adapter.rank * (num_in + num_out), shard).times(count))
     return total
 
 
@@ -208,20 +208,35 @@ def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing
     return max(0.0, layers) * size * load.in_flight + (_root_elements(facts, candidate, load) * size if root else 0)
 
 
-def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad, in_flight: float) -> tuple[float, float, float]:
-    """Bytes kept by the passes in flight; of the largest layer, what is rebuilt and what its gradients take."""
-    kept = rebuilt = gradients = 0.0
+class _Live(NamedTuple):
+    """Bytes of activations: of one pass through the rank's layers, of tables that all layers share; of the largest layer, what
+    it keeps, what is rebuilt of it and what its gradients take."""
+
+    per_pass: float
+    tables: float
+    largest: float
+    rebuilt: float
+    gradients: float
+
+    def kept(self, in_flight: float) -> float:
+        """By so many passes."""
+        return in_flight * self.per_pass + self.tables * max(1.0, in_flight)
+
+
+def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Live:
+    kept = largest = rebuilt = gradients = 0.0
     for kind, count in zip(facts.kinds, load.layers, strict=True):
         if count:
             layer = layer_activations(facts, kind, candidate)
             kept += layer.kept * count
+            largest = max(largest, layer.kept)
             rebuilt, gradients = max(rebuilt, layer.rebuilt), max(gradients, layer.gradients)
     at_start, at_end = stage_ends(facts, candidate)
     ends = (at_start if load.embedding else 0.0) + (at_end if load.head else 0.0)
     if candidate.layout.pp > 1:
         # A stage's output is kept until its gradient comes back.
         ends += (load.num_stages - load.head) * residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
-    return in_flight * (kept + ends) + shared_tables(facts, candidate) * max(1.0, in_flight), rebuilt, gradients
+    return _Live(kept + ends, shared_tables(facts, candidate), largest, rebuilt, gradients)
 
 
 def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
@@ -247,28 +262,22 @@ def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     return chunk * vocab * per_logit + hidden_gradient + made, hidden_gradient + weight * (wide + size)
 
 
-def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, base: MemoryParts) -> MemoryParts:
-    kept, rebuilt, gradients = _activations(facts, candidate, load, load.in_flight)
+def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, live: _Live) -> MemoryParts:
+    """Either the loss with its logits, or the first layer of the backward pass."""
+    kept = live.kept(load.in_flight)
     logits, left = _logits(facts, candidate) if load.head else (0.0, 0.0)
-    # Either the loss with its logits, or the first layer of the backward pass.
     sharded = candidate.layout.zero_stage >= 2 and candidate.layout.fsdp > 1
     begun = candidate.gradient_accumulation_steps > 1 or sharded or _has_buckets(candidate) or candidate.engine.whole_gradients
-    parts = replace(
-        base,
+    backward = left + live.rebuilt + live.gradients > logits
+    return MemoryParts(
+        weights=standing.weights,
+        optimizer=standing.optimizer,
         gradients=standing.gradients if begun else 0.0,
-        activations=kept,
-        logits=logits,
-        gathered=_gathered(facts, candidate, load, standing, root=load.head),
+        activations=kept + live.rebuilt + live.gradients if backward else kept,
+        logits=left if backward else logits,
+        gathered=_gathered(facts, candidate, load, standing, root=load.head and not backward),
+        workspaces=_reduction(candidate, _group_elements(facts, candidate, load)) if backward else 0.0,
     )
-    if left + rebuilt + gradients > logits:
-        return replace(
-            parts,
-            logits=left,
-            activations=kept + rebuilt + gradients,
-            gathered=_gathered(facts, candidate, load, standing, root=False),
-            workspaces=_reduction(facts, candidate, load, _group_elements(facts, candidate, load)),
-        )
-    return parts
 
 
 def _has_buckets(candidate: Candidate) -> bool:
@@ -276,7 +285,7 @@ def _has_buckets(candidate: Candidate) -> bool:
     return candidate.layout.zero_stage == 0 and candidate.layout.dp_replicate > 1
 
 
-def _reduction(facts: ModelFacts, candidate: Candidate, load: StageLoad, elements: float) -> float:
+def _reduction(candidate: Candidate, elements: float) -> float:
     """Bytes of gradients on their way: a group's own in the compute precision, and its copy in the reduction's."""
     layout = candidate.layout
     if candidate.adapter is not None:
@@ -288,22 +297,20 @@ def _reduction(facts: ModelFacts, candidate: Candidate, load: StageLoad, element
     return 0.0
 
 
-def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, base: MemoryParts) -> MemoryParts:
+def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, live: _Live) -> MemoryParts:
     """The end of the last backward pass of the steady state: one pass less in flight, the embedding's gradient being made."""
-    kept, rebuilt, gradients = _activations(facts, candidate, load, max(0.0, load.in_flight - 1.0))
-    largest = max(
-        (layer_activations(facts, k, candidate).kept for k, n in zip(facts.kinds, load.layers, strict=True) if n), default=0
-    )
-    root = _root_elements(facts, candidate, load)
+    kept = live.kept(max(0.0, load.in_flight - 1.0))
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
-    workspaces = _reduction(facts, candidate, load, max(root, _group_elements(facts, candidate, load)))
+    largest_group = max(_root_elements(facts, candidate, load), _group_elements(facts, candidate, load))
+    workspaces = _reduction(candidate, largest_group)
     if not sharded and candidate.adapter is None and candidate.gradient_accumulation_steps > 1 and load.embedding:
         # What is added to a gradient that is there already is made first.
         workspaces += facts.held(candidate.layout).embedding.whole * candidate.master_bytes
-    return replace(
-        base,
+    return MemoryParts(
+        weights=standing.weights,
+        optimizer=standing.optimizer,
         gradients=standing.gradients,
-        activations=kept + rebuilt + gradients + largest,
+        activations=kept + live.rebuilt + live.gradients + live.largest,
         gathered=_gathered(facts, candidate, load, standing, root=False),
         workspaces=workspaces,
     )

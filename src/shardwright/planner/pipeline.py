@@ -16,8 +16,10 @@ from typing import NamedTuple
 from shardwright.layout import Layout, Stage
 from shardwright.placement import stages_of
 from shardwright.planner.facts import ModelFacts
+from shardwright.planner.in_flight import kept_passes
 from shardwright.planner.memory import StageLoad
-from shardwright.schedule import FAMILIES, Schedule, Times, load_schedule, peak_activations, seconds_of_step
+from shardwright.schedule import Schedule, Times, load_schedule, seconds_of_step
+from shardwright.schedule.families import rank_of_stage
 
 _STRAIGHT_ROUNDS, _OTHER_ROUNDS = (2, 3), (4, 6)
 """Micro-batches per rank of the two shorter schedules: with one stage a rank, and with several, which settle later. What they say
@@ -47,6 +49,73 @@ class StageLayers:
     rank: int
 
 
+@dataclass(frozen=True, eq=False)
+class StageCut:
+    """The stages of a pipeline and what they come to rank by rank, whatever the number of micro-batches."""
+
+    stages: tuple[StageLayers, ...]
+    num_ranks: int
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[tuple[int, ...], bool, bool], ...]:
+        """Stages that differ: layers, with the embedding, with the head; in the order in which they come first."""
+        return tuple(dict.fromkeys((stage.layers, stage.embedding, stage.head) for stage in self.stages))
+
+    @cached_property
+    def kind_of_stage(self) -> tuple[int, ...]:
+        """Which of `kinds` each stage is."""
+        return tuple(self.kinds.index((stage.layers, stage.embedding, stage.head)) for stage in self.stages)
+
+    @cached_property
+    def different_ranks(self) -> tuple[int, ...]:
+        """The first of each set of ranks whose stages are of the same kinds."""
+        first: dict[tuple[int, ...], int] = {}
+        for rank, stages in enumerate(self.held):
+            first.setdefault(tuple(self.kind_of_stage[stage] for stage in stages), rank)
+        return tuple(first.values())
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that each rank holds."""
+        return tuple(tuple(i for i, stage in enumerate(self.stages) if stage.rank == rank) for rank in range(self.num_ranks))
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each kind that each rank holds."""
+        return tuple(_add_up([self.stages[index] for index in stages]) for stages in self.held)
+
+    @cached_property
+    def least(self) -> tuple[int, ...]:
+        """Layers of each kind that no rank goes below."""
+        return tuple(map(min, zip(*self.layers, strict=True)))
+
+    @cached_property
+    def most(self) -> tuple[int, ...]:
+        """Layers of each kind that no rank goes above."""
+        return tuple(map(max, zip(*self.layers, strict=True)))
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The first and the last rank, each with the layers that a micro-batch passes before it comes to them."""
+        ranks = sorted({0, self.num_ranks - 1})
+        return tuple((rank, _add_up(self.stages[: self.held[rank][0]])) for rank in ranks)
+
+    def load(self, rank: int, in_flight: float) -> StageLoad:
+        """What a rank has to hold."""
+        mine = [self.stages[index] for index in self.held[rank]]
+        return StageLoad(
+            layers=self.layers[rank],
+            embedding=any(stage.embedding for stage in mine),
+            head=any(stage.head for stage in mine),
+            in_flight=in_flight,
+            num_stages=len(mine),
+        )
+
+
+def _add_up(stages: Sequence[StageLayers]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(stage.layers for stage in stages), strict=True)))
+
+
 @dataclass(frozen=True)
 class PipelineShape:
     """Stages of a candidate and the schedule that orders their passes."""
@@ -55,42 +124,29 @@ class PipelineShape:
     num_ranks: int
     num_micro_batches: int
     virtual_stages: int | None
-    stages: tuple[StageLayers, ...]
+    cut: StageCut
 
-    @cached_property
-    def _held_stages(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(i for i, stage in enumerate(self.stages) if stage.rank == rank) for rank in range(self.num_ranks))
+    @property
+    def stages(self) -> tuple[StageLayers, ...]:
+        """In the order in which a micro-batch passes them."""
+        return self.cut.stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank holds."""
-        return self._held_stages[rank]
+        return self.cut.held[rank]
 
     @cached_property
     def in_flight(self) -> tuple[float, ...]:
         """Per rank, passes through all of its layers that are kept at a time."""
         if self.num_ranks == 1:
             return (1.0,)
-        peaks = _peaks(self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages)
+        peaks = kept_passes(self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages)
         per_rank = len(self.stages) / self.num_ranks
         return tuple(peak / per_rank for peak in peaks)
 
     def load_of(self, rank: int) -> StageLoad:
         """What a rank has to hold."""
-        return self._loads[rank]
-
-    @cached_property
-    def _loads(self) -> tuple[StageLoad, ...]:
-        return tuple(map(self._load, range(self.num_ranks)))
-
-    def _load(self, rank: int) -> StageLoad:
-        mine = [self.stages[index] for index in self.stages_of(rank)]
-        return StageLoad(
-            layers=tuple(map(sum, zip(*(stage.layers for stage in mine), strict=True))),
-            embedding=any(stage.embedding for stage in mine),
-            head=any(stage.head for stage in mine),
-            in_flight=self.in_flight[rank],
-            num_stages=len(mine),
-        )
+        return self.cut.load(rank, self.in_flight[rank])
 
     @cached_property
     def loads(self) -> tuple[StageLoad, ...]:
@@ -122,13 +178,13 @@ def pipeline_of(facts: ModelFacts, layout: Layout, num_micro_batches: int, seque
 def _build(facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int) -> PipelineShape:
     if layout.pp == 1:
         everything = StageLayers(tuple(kind.count for kind in facts.kinds), embedding=True, head=True, rank=0)
-        return PipelineShape("1f1b", 1, num_micro_batches, None, (everything,))
-    key = ("stages", layout.pp, layout.schedule, layout.virtual_stages, sequence_length)
-    stages = facts.pipelines.get(key)
-    if stages is None:
-        stages = facts.pipelines[key] = _stages(facts, layout, sequence_length)
-    assert isinstance(stages, tuple)
-    return PipelineShape(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages, stages)
+        return PipelineShape("1f1b", 1, num_micro_batches, None, StageCut((everything,), 1))
+    key = ("stages", rank_of_stage(layout.schedule, layout.pp, layout.virtual_stages), sequence_length)
+    cut = facts.pipelines.get(key)
+    if cut is None:
+        cut = facts.pipelines[key] = StageCut(_stages(facts, layout, sequence_length), layout.pp)
+    assert isinstance(cut, StageCut)
+    return PipelineShape(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages, cut)
 
 
 def _stages(facts: ModelFacts, layout: Layout, sequence_length: int) -> tuple[StageLayers, ...]:
@@ -146,13 +202,19 @@ def _count(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
 
 
 def simulate(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: float) -> float:
-    """Seconds from the first forward to the last backward pass."""
+    """Seconds from the first forward to the last backward pass; `seconds` per kind of stage (`StageCut.kinds`)."""
+    found = simulate_stages(pipeline, tuple(seconds[kind] for kind in pipeline.cut.kind_of_stage), send)
+    if pipeline.num_ranks > 1:
+        _REFERENCES.setdefault(_key(pipeline), deque(maxlen=_KEPT_REFERENCES)).append((tuple(seconds), send, found))
+    return found
+
+
+def simulate_stages(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: float) -> float:
+    """The same, with a number for each stage."""
     if pipeline.num_ranks == 1:
         return pipeline.num_micro_batches * sum(stage.total for stage in seconds)
     of = (pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages)
-    found = _simulate(*of, tuple(seconds), send)
-    _REFERENCES.setdefault(_key(pipeline), deque(maxlen=_KEPT_REFERENCES)).append((tuple(seconds), send, found))
-    return found
+    return _simulate(*of, tuple(seconds), send)
 
 
 @lru_cache(maxsize=4096)
@@ -195,12 +257,13 @@ def bound_simulation(pipeline: PipelineShape, seconds: Sequence[StageSeconds], s
 
 
 _REFERENCES: dict[tuple[object, ...], deque[tuple[tuple[StageSeconds, ...], float, float]]] = {}
-"""Per schedule, the latest simulations: times of the stages, of a send, and the step."""
+"""Per schedule and cut, the latest simulations: times of the kinds of stages, of a send, and the step."""
 _KEPT_REFERENCES = 12
 
 
 def _key(pipeline: PipelineShape) -> tuple[object, ...]:
-    return pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages, len(pipeline.stages)
+    cut = pipeline.cut
+    return pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages, cut.kind_of_stage
 
 
 def _extended(of: Callable[[int], float], ranks: int, num: int, *, straight: bool) -> float:
@@ -212,18 +275,6 @@ def _extended(of: Callable[[int], float], ranks: int, num: int, *, straight: boo
     # The same remainder of a round in both, so that the end of the schedule is the end of this one.
     low, high = (of(short + rest)), (of(long + rest))
     return low + (high - low) / (long - short) * (num - short - rest)
-
-
-def _peaks(name: str, ranks: int, num: int, virtual: int | None) -> tuple[int, ...]:
-    """Activations kept at a time, in passes through one stage. All named schedules but GPipe have settled after two rounds."""
-    if name == "gpipe":
-        return (num,) * ranks
-    return _counted_peaks(name, ranks, min(num, 2 * ranks) if name in FAMILIES else num, virtual)
-
-
-@lru_cache(maxsize=512)
-def _counted_peaks(name: str, ranks: int, num: int, virtual: int | None) -> tuple[int, ...]:
-    return peak_activations(_schedule(name, ranks, num, virtual))
 
 
 @lru_cache(maxsize=512)

@@ -11,7 +11,7 @@ from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plan import resolve_batch
 from shardwright.planner.candidate import Adapter, Candidate, OptimizerKind, Precision
-from shardwright.planner.search import Question
+from shardwright.planner.space import Question
 
 
 def shape_of(recipe: Recipe) -> ModelShape:

@@ -12,7 +12,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.rules import divisors, why_not
-from shardwright.planner.search import Question, batches
+from shardwright.planner.space import Question, batches
 from shardwright.units import format_bytes
 
 

@@ -12,7 +12,8 @@ from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import ModelFacts
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.search import Question, search
+from shardwright.planner.search import search
+from shardwright.planner.space import Question
 
 FLAT_SHARE = 0.5
 """Growth is called flat where more devices bring less than this share of what they would bring at best."""

@@ -9,8 +9,8 @@ very schedule that will run (`planner.pipeline`); traffic of the data ranks hide
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import log2
+from typing import NamedTuple
 
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
@@ -24,8 +24,7 @@ from shardwright.planner.prediction import TimeParts
 from shardwright.planner.traffic import NOTHING, DataTraffic, Traffic, data_traffic, end_traffic, layer_traffic
 
 
-@dataclass(frozen=True)
-class _Passes:
+class _Passes(NamedTuple):
     """One micro-batch through one stage: seconds of compute and traffic, forward and backward."""
 
     forward: float = 0.0
@@ -71,7 +70,7 @@ class LayerCosts:
 
 
 Simulation = Callable[[PipelineShape, Sequence[StageSeconds], float], float]
-"""(pipeline, one micro-batch through each stage, seconds of a send) -> seconds."""
+"""(pipeline, one micro-batch through each kind of stage, seconds of a send) -> seconds."""
 
 
 class StepCosts:
@@ -82,9 +81,16 @@ class StepCosts:
     ) -> None:
         self.facts, self.candidate, self.rates, self.network = facts, candidate, rates, network
         self.groups = groups_of(candidate.layout)
-        self.costs = costs or LayerCosts(facts, candidate, rates, network)
+        self._costs = costs
         self.waits = Traffic(tensor=_waits_in_pipeline(candidate.layout, network))
         self.moving = [tuple(map(rates.moved, weight_bytes(facts, kind, candidate))) for kind in facts.kinds]
+
+    @property
+    def costs(self) -> LayerCosts:
+        """Of the layers; worked out when they are asked for."""
+        if self._costs is None:
+            self._costs = LayerCosts(self.facts, self.candidate, self.rates, self.network)
+        return self._costs
 
     def stage(self, layers: tuple[int, ...], *, embedding: bool, head: bool) -> _Passes:
         """One micro-batch through a stage with so many layers of each kind."""
@@ -97,8 +103,9 @@ class StepCosts:
                 backward += count * (seconds.backward + seconds.recompute + moving[1])
                 weights += count * seconds.weight_gradient
                 if going is not NOTHING:
-                    traffic_forward += going * count + self.waits * count
-                    traffic_backward += coming * count + self.waits * count
+                    waits = self.waits.times(count)
+                    traffic_forward = traffic_forward.plus(going.times(count)).plus(waits)
+                    traffic_backward = traffic_backward.plus(coming.times(count)).plus(waits)
         if embedding:
             forward, backward = forward + costs.embedding / 2, backward + costs.embedding / 2
         if head:
@@ -106,8 +113,8 @@ class StepCosts:
             backward += costs.head
         if self.candidate.layout.tp > 1:
             ends = (embedding + head) / 2
-            traffic_forward += Traffic(tensor=costs.end_forward * ends)
-            traffic_backward += Traffic(tensor=costs.end_backward * ends)
+            traffic_forward = traffic_forward.plus(Traffic(tensor=costs.end_forward * ends))
+            traffic_backward = traffic_backward.plus(Traffic(tensor=costs.end_backward * ends))
         return _Passes(forward, backward, weights, traffic_forward, traffic_backward)
 
 
@@ -119,16 +126,16 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulatio
     candidate, network = costs.candidate, costs.network
     contention = network.efficiency.contention
     # Most stages, and most ranks, are alike: each kind is worked out once.
-    kinds = {(stage.layers, stage.embedding, stage.head) for stage in pipeline.stages}
-    by_kind = {kind: _slowed(costs.stage(kind[0], embedding=kind[1], head=kind[2]), contention) for kind in kinds}
-    passes = [by_kind[stage.layers, stage.embedding, stage.head] for stage in pipeline.stages]
+    cut = pipeline.cut
+    kinds = [_slowed(costs.stage(layers, embedding=embedding, head=head), contention) for layers, embedding, head in cut.kinds]
+    seconds = [each.seconds for each in kinds]
     num = candidate.gradient_accumulation_steps
-    by_rank = _parts_by_rank(costs, pipeline, passes)
     send = send_seconds(costs.facts, candidate, network, costs.groups)
-    makespan = simulated(pipeline, [each.seconds for each in passes], send)
-    busy = [num * sum(passes[stage].seconds.total for stage in pipeline.stages_of(rank)) for rank in range(pipeline.num_ranks)]
+    makespan = simulated(pipeline, seconds, send)
+    by_rank = {rank: _rank_parts(costs, pipeline, kinds, rank) for rank in cut.different_ranks}
+    busy = {rank: num * sum(seconds[cut.kind_of_stage[stage]].total for stage in cut.held[rank]) for rank in by_rank}
     # The slowest rank is the one whose work and data traffic end last.
-    slowest = max(range(pipeline.num_ranks), key=lambda rank: busy[rank] + by_rank[rank].data + by_rank[rank].optimizer)
+    slowest = max(by_rank, key=lambda rank: busy[rank] + by_rank[rank].data + by_rank[rank].optimizer)
     parts = by_rank[slowest]
     sends = 2 * num * send * (1 - network.efficiency.pipeline_overlap) if pipeline.num_ranks > 1 else 0.0
     waiting = max(0.0, makespan - busy[slowest])
@@ -190,26 +197,15 @@ def send_seconds(facts: ModelFacts, candidate: Candidate, network: Network, grou
     return network.send(groups["pp"], tokens * facts.shape.hidden_size * candidate.activation_bytes)
 
 
-def _parts_by_rank(costs: StepCosts, pipeline: PipelineShape, passes: list[_Passes]) -> list[TimeParts]:
-    known: dict[tuple[int, ...], TimeParts] = {}
-    found = []
-    for rank in range(pipeline.num_ranks):
-        alike = tuple(id(passes[stage]) for stage in pipeline.stages_of(rank))
-        if alike not in known:
-            known[alike] = _rank_parts(costs, pipeline, passes, rank)
-        found.append(known[alike])
-    return found
-
-
-def _rank_parts(costs: StepCosts, pipeline: PipelineShape, passes: list[_Passes], rank: int) -> TimeParts:
+def _rank_parts(costs: StepCosts, pipeline: PipelineShape, kinds: list[_Passes], rank: int) -> TimeParts:
     """A rank's own seconds, waiting for others left out."""
     candidate = costs.candidate
     num = candidate.gradient_accumulation_steps
-    mine = [passes[stage] for stage in pipeline.stages_of(rank)]
+    mine = [kinds[pipeline.cut.kind_of_stage[stage]] for stage in pipeline.stages_of(rank)]
     forward, backward = sum(each.forward for each in mine), sum(each.backward for each in mine)
     traffic = NOTHING
     for each in mine:
-        traffic = traffic + each.traffic_forward + each.traffic_backward
+        traffic = traffic.plus(each.traffic_forward).plus(each.traffic_backward)
     load = pipeline.load_of(rank)
     exposed, hidden = data_seconds(costs, load, forward, backward)
     owned = owned_elements(costs, load)
@@ -239,15 +235,15 @@ def _held(costs: StepCosts, load: StageLoad) -> tuple[Held, Held, Held]:
     held = facts.held(costs.candidate.layout)
     layers, group = Held(), Held()
     for layer, count in zip(held.layers, load.layers, strict=True):
-        layers += layer * count
+        layers = layers.plus(layer.times(count))
         if count and layer.whole > group.whole:
             group = layer
     ends = Held()
     if load.embedding or (load.head and facts.shape.tied_embeddings):
-        ends += held.embedding
+        ends = ends.plus(held.embedding)
     if load.head:
-        ends += held.head
-    return layers, group * min(costs.candidate.layout.wrap_blocks, max(1, sum(load.layers))), ends
+        ends = ends.plus(held.head)
+    return layers, group.times(min(costs.candidate.layout.wrap_blocks, max(1, sum(load.layers)))), ends
 
 
 def owned_elements(costs: StepCosts, load: StageLoad) -> float:
@@ -266,9 +262,15 @@ def data_seconds(costs: StepCosts, load: StageLoad, forward: float, backward: fl
     Forward passes hide gathers; backward passes hide gathers and reductions. What is first gathered and what is last reduced has
     nothing to hide behind.
     """
+    candidate = costs.candidate
+    return hide(candidate, costs.network, rank_traffic(costs, load), candidate.gradient_accumulation_steps, forward, backward)
+
+
+def rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
+    """What the data ranks of a stage send; nothing where there is one."""
     candidate, network, layout = costs.candidate, costs.network, costs.candidate.layout
     if layout.dp_replicate * layout.fsdp == 1:
-        return 0.0, 0.0
+        return DataTraffic()
     parts = _held(costs, load)
     num_groups = -(-sum(load.layers) // layout.wrap_blocks)
     if candidate.adapter is not None:
@@ -276,14 +278,15 @@ def data_seconds(costs: StepCosts, load: StageLoad, forward: float, backward: fl
         frozen = parts if layout.zero_stage == 3 else (Held(), Held(), Held())
         gathers = data_traffic(frozen, num_groups, candidate, network, costs.groups)
         sums = data_traffic((adapters, Held(), Held()), num_groups, candidate, network, costs.groups)
-        traffic = DataTraffic(gathers.gather, sums.reduce, gathers.first, sums.last, sums.replicas)
-    else:
-        traffic = data_traffic(parts, num_groups, candidate, network, costs.groups)
-    return _overlap(candidate, network, traffic, forward, backward)
+        return DataTraffic(gathers.gather, sums.reduce, gathers.first, sums.last, sums.replicas)
+    return data_traffic(parts, num_groups, candidate, network, costs.groups)
 
 
-def _overlap(candidate: Candidate, network: Network, traffic: DataTraffic, forward: float, backward: float) -> tuple[float, float]:
-    num, stage, share = candidate.gradient_accumulation_steps, candidate.layout.zero_stage, network.efficiency.data_overlap
+def hide(
+    candidate: Candidate, network: Network, traffic: DataTraffic, num: int, forward: float, backward: float
+) -> tuple[float, float]:
+    """Seconds of `traffic` in a step of `num` micro-batches: exposed, and hidden behind so long a forward and backward pass."""
+    stage, share = candidate.layout.zero_stage, network.efficiency.data_overlap
     sharded = stage >= 1 and candidate.layout.fsdp > 1
     gathers_forward = num if stage == 3 and sharded else 1 if sharded else 0
     gathers_backward = num if stage == 3 and sharded else 0

@@ -16,6 +16,8 @@ Recomputation repeats what lies inside a block's forward pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
+from typing import NamedTuple
 
 from shardwright.planner.activations import context_method, micro_batch_tokens
 from shardwright.planner.candidate import Candidate
@@ -24,8 +26,7 @@ from shardwright.planner.compute import LayerSeconds
 from shardwright.planner.facts import Held, LayerKind, ModelFacts
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Seconds of one direction through one layer (or a stage)."""
 
     tensor: float = 0.0
@@ -45,25 +46,13 @@ class Traffic:
         """What runs beside compute."""
         return self.hidden_tensor + self.hidden_context + self.hidden_expert
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.tensor + other.tensor,
-            self.context + other.context,
-            self.expert + other.expert,
-            self.hidden_tensor + other.hidden_tensor,
-            self.hidden_context + other.hidden_context,
-            self.hidden_expert + other.hidden_expert,
-        )
+    def plus(self, other: Traffic) -> Traffic:
+        """Both, part by part."""
+        return Traffic._make(map(add, self, other))
 
-    def __mul__(self, times: float) -> Traffic:
-        return Traffic(
-            self.tensor * times,
-            self.context * times,
-            self.expert * times,
-            self.hidden_tensor * times,
-            self.hidden_context * times,
-            self.hidden_expert * times,
-        )
+    def times(self, count: float) -> Traffic:
+        """So many of it."""
+        return Traffic._make([seconds * count for seconds in self])
 
 
 NOTHING = Traffic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 
 from shardwright.schedule.actions import Action, Kind
 
@@ -17,7 +17,7 @@ class Row:
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches
         self._actions: list[Action] = []
-        self._next: Counter[tuple[Kind, int]] = Counter()
+        self._next: dict[Kind, defaultdict[int, int]] = {"F": defaultdict(int), "B": defaultdict(int)}
         self._weights: deque[tuple[int, int]] = deque()
 
     def forward(self, stage: int) -> None:
@@ -38,7 +38,7 @@ class Row:
 
     def counted(self, kind: Kind, stage: int) -> int:
         """Micro-batches whose `kind` the stage has been given (B counts I too)."""
-        return self._next[kind, stage]
+        return self._next[kind][stage]
 
     @property
     def weights_wait(self) -> bool:
@@ -52,8 +52,9 @@ class Row:
         return tuple(self._actions)
 
     def _count(self, kind: Kind, stage: int) -> int:
-        micro_batch = self._next[kind, stage]
-        self._next[kind, stage] += 1
+        following = self._next[kind]
+        micro_batch = following[stage]
+        following[stage] = micro_batch + 1
         return micro_batch
 
     def _add(self, kind: Kind, stage: int, micro_batch: int) -> None:

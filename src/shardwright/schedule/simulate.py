@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import Action, Schedule
-from shardwright.schedule.transfers import source_of
+from shardwright.schedule.actions import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,8 @@ def simulate(schedule: Schedule, times: Times | Mapping[Action, float], transfer
     walk = _walk_of(schedule)
     borders: Sequence[float]
     if isinstance(times, Times):
-        kinds = {"F": times.forward, "I": times.input_gradient, "W": times.weight_gradient}
-        kinds["B"] = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
-        durations = [kinds[action.kind][action.stage] for action in walk.actions]
+        by_slot = _by_slot(times)
+        durations = [by_slot[slot] for slot, *_ in walk.steps]
         borders = times.transfer
     else:
         durations = [times[action] for action in walk.actions]
@@ -115,7 +113,7 @@ def simulate(schedule: Schedule, times: Times | Mapping[Action, float], transfer
     arrival = [0.0] * len(walk.actions)
     starts: list[list[float]] = [[] for _ in schedule.rows]
     ends: list[list[float]] = [[] for _ in schedule.rows]
-    for number, (rank, source, channel, border) in enumerate(walk.steps):
+    for number, (_, rank, source, channel, border) in enumerate(walk.steps):
         start = free[rank]
         if source >= 0 and arrival[source] > start:
             start = arrival[source]
@@ -137,17 +135,16 @@ def seconds_of_step(schedule: Schedule, times: Times) -> float:
     33.0
     """
     walk = _walk_of(schedule)
-    whole = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
-    by_kind = {"F": times.forward, "I": times.input_gradient, "W": times.weight_gradient, "B": whole}
+    durations = _by_slot(times)
     free = [0.0] * schedule.num_ranks
     passing = [0.0] * walk.num_channels
     arrival: list[float] = []
     borders = times.transfer
-    for (kind, stage, _), (rank, source, channel, border) in zip(walk.actions, walk.steps, strict=True):
+    for slot, rank, source, channel, border in walk.steps:
         start = free[rank]
         if source >= 0 and arrival[source] > start:
             start = arrival[source]
-        free[rank] = end = start + by_kind[kind][stage]
+        free[rank] = end = start + durations[slot]
         if channel >= 0:
             begin = passing[channel]
             passing[channel] = end = (end if end > begin else begin) + borders[border]
@@ -155,55 +152,67 @@ def seconds_of_step(schedule: Schedule, times: Times) -> float:
     return max(free)
 
 
+_SLOTS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
+
+
+def _by_slot(times: Times) -> tuple[float, ...]:
+    """What an action takes, by `_Walk.steps`' slot: kind by kind, stage by stage."""
+    whole = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
+    return (*times.forward, *times.input_gradient, *times.weight_gradient, *whole)
+
+
 @dataclass(frozen=True)
 class _Walk:
     """All actions in an order in which each comes after what it waits for; no time changes it.
 
-    `steps`: per action its rank, the number of the action of another stage that it waits for (-1: none), the channel that it sends
-    on (-1: none) and the border that its message passes.
+    `steps`: per action the slot of its time, its rank, the number of the action of another stage that it waits for (-1: none), the
+    channel that it sends on (-1: none) and the border that its message passes.
     """
 
     actions: tuple[Action, ...]
-    steps: tuple[tuple[int, int, int, int], ...]
+    steps: tuple[tuple[int, int, int, int, int], ...]
     num_channels: int
 
 
 @lru_cache(maxsize=256)
 def _walk_of(schedule: Schedule) -> _Walk:
-    rows, holders, num_stages = schedule.rows, schedule.rank_of_stage, schedule.num_stages
+    rows, holders, num_stages, num = schedule.rows, schedule.rank_of_stage, schedule.num_stages, schedule.num_micro_batches
     actions: list[Action] = []
-    steps: list[tuple[int, int, int, int]] = []
-    done: dict[tuple[bool, int, int], int] = {}
-    waiting: dict[tuple[bool, int, int], int] = {}
+    steps: list[tuple[int, int, int, int, int]] = []
+    # By (is it a backward, stage, micro-batch), flat: the number of the action that makes it, and the rank that waits for it.
+    backwards = num_stages * num
+    done, waiting = [-1] * (2 * backwards), [-1] * (2 * backwards)
     channels: dict[tuple[int, int], int] = {}
     at = [0] * schedule.num_ranks
     ready = deque(range(schedule.num_ranks))
     while ready:
         rank = ready.popleft()
         row = rows[rank]
-        while at[rank] < len(row):
-            action = row[at[rank]]
-            source = source_of(action, num_stages)
-            before = -1
-            if source is not None:
-                key = (*source, action.micro_batch)
-                before = done.get(key, -1)
-                if before < 0:
-                    waiting[key] = rank
-                    break
-            channel = border = -1
-            if action.kind != "W":
-                to = action.stage + (1 if action.kind == "F" else -1)
+        for place in range(at[rank], len(row)):
+            action = row[place]
+            kind, stage, micro_batch = action
+            channel = border = before = -1
+            if kind != "W":
+                forward = kind == "F"
+                made = stage * num + micro_batch + (0 if forward else backwards)
+                to = stage + 1 if forward else stage - 1
+                if stage > 0 if forward else stage < num_stages - 1:
+                    needed = made - num if forward else made + num
+                    before = done[needed]
+                    if before < 0:
+                        waiting[needed] = rank
+                        at[rank] = place
+                        break
                 if 0 <= to < num_stages and holders[to] != rank:
                     channel = channels.setdefault((rank, holders[to]), len(channels))
-                    border = min(action.stage, to)
-                key = (action.kind == "F", action.stage, action.micro_batch)
-                done[key] = len(actions)
-                if key in waiting:
-                    ready.append(waiting.pop(key))
+                    border = min(stage, to)
+                done[made] = len(actions)
+                if waiting[made] >= 0:
+                    ready.append(waiting[made])
             actions.append(action)
-            steps.append((rank, before, channel, border))
-            at[rank] += 1
+            steps.append((_SLOTS[kind] * num_stages + stage, rank, before, channel, border))
+        else:
+            at[rank] = len(row)
     if len(actions) < sum(map(len, rows)):
         raise ScheduleError(f"{schedule.name}: it cannot run to its end; `check` says why", field="schedule")
     return _Walk(tuple(actions), tuple(steps), len(channels))

@@ -1,8 +1,8 @@
-"""The search against one that looks at everything, what it prefers, and how long it takes."""
+"""The search against one that looks at everything, what it prefers, and how little it looks at."""
 
 from __future__ import annotations
 
-import time
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -19,7 +19,8 @@ from shardwright.planner.facts import ModelFacts
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.rules import why_not
-from shardwright.planner.search import SAME_SHARE, Question, key_of, num_cuts, search
+from shardwright.planner.search import SAME_SHARE, key_of, num_cuts, search
+from shardwright.planner.space import Question
 from shardwright.schedule import FAMILIES
 from tests.unit.planner import models
 
@@ -137,11 +138,17 @@ def test_what_is_not_allowed_is_not_found() -> None:
     assert {prediction.candidate.layout.tp for prediction in found.predictions} == {4}
 
 
-def test_sixteen_thousand_devices_take_seconds() -> None:
+def test_sixteen_thousand_devices_are_searched_by_looking_at_few_layouts() -> None:
+    """What is counted here is what time goes by: the seconds themselves are `benchmarks/plan.py`'s."""
     predictor = Predictor(ModelFacts(read_config(models.LLAMA3_405B)), parse_cluster("8xH100-80GB", nodes=2048), Efficiency())
-    started = time.process_time()
     found = search(predictor, Question(Candidate(Layout(), 8192), 16384, 2048))
-    seconds = time.process_time() - started
     assert found.chosen is not None
     assert found.chosen.num_gpus == 16384
-    assert seconds < 12, seconds  # about 2 on a quiet core; this catches a search that looks at everything
+    assert found.num_predicted < 100
+
+
+def test_the_collector_runs_again_after_a_search() -> None:
+    predictor = Predictor(ModelFacts(models.shape("llama")), models.cluster(4), SMALL)
+    assert gc.isenabled()
+    search(predictor, Question(Candidate(Layout(), 128), 4, 8))
+    assert gc.isenabled()

@@ -13,7 +13,7 @@ from shardwright.planner import Candidate, Efficiency, predict
 from shardwright.planner.communication import Group, Network
 from shardwright.planner.compute import Rates
 from shardwright.planner.facts import ModelFacts
-from shardwright.planner.pipeline import StageSeconds, pipeline_of, simulate
+from shardwright.planner.pipeline import StageSeconds, pipeline_of, simulate_stages
 from shardwright.schedule import Times, build_schedule
 from shardwright.schedule import simulate as simulate_schedule
 from tests.unit.planner import models
@@ -98,7 +98,7 @@ def test_long_schedules_are_what_a_whole_simulation_gives() -> None:
             (0.05,) * (len(seconds) - 1),
         )
         whole = simulate_schedule(build_schedule(schedule, 2, 40, virtual), times).step_seconds
-        assert simulate(pipeline, seconds, 0.05) == pytest.approx(whole, rel=0.004)
+        assert simulate_stages(pipeline, seconds, 0.05) == pytest.approx(whole, rel=0.004)
 
 
 def test_accumulating_at_stage_2_reduces_more_often_than_at_stage_1() -> None:

@@ -1,0 +1,47 @@
+"""How many passes of activations each rank of a schedule keeps, by formula where the schedule has a name. Torch-free.
+
+A search asks this of hundreds of schedules, thousands of actions each, before it looks at any. `schedule.peak_activations` counts
+the same on the schedule itself, and a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shardwright.schedule import load_schedule, peak_activations
+from shardwright.schedule.families import FAMILIES, stages_per_rank
+
+
+def kept_passes(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None) -> tuple[int, ...]:
+    """Passes through one stage whose activations each rank keeps at once, at most.
+
+    >>> kept_passes("1f1b", 4, 8), kept_passes("zbv", 2, 6)
+    ((4, 3, 2, 1), (4, 4))
+    """
+    if name not in FAMILIES or (name == "zbv" and num_micro_batches < 2 * num_ranks):
+        # A file's schedule; ZBV with its last micro-batches left out.
+        return _counted(name, num_ranks, num_micro_batches, virtual_stages)
+    ranks = range(num_ranks)
+    if name == "gpipe":
+        return (num_micro_batches,) * num_ranks
+    if name == "1f1b":
+        return tuple(min(num_ranks - rank, num_micro_batches) for rank in ranks)
+    if name == "zb_h1":
+        return tuple(_zb_h1(rank, num_ranks, num_micro_batches) for rank in ranks)
+    if name == "interleaved_1f1b":
+        virtual = stages_per_rank(name, virtual_stages)
+        warmups = ((virtual - 1) * num_ranks + 2 * (num_ranks - 1 - rank) for rank in ranks)
+        return tuple(min(warmup + 1, virtual * num_micro_batches) for warmup in warmups)
+    assert name in ("zbv", "dualpipev"), name
+    return (2 * num_ranks + (name == "dualpipev"),) * num_ranks
+
+
+def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> int:
+    """Forwards before the first backward; then one more for each weight gradient that may wait."""
+    warmup = min(num_ranks - 1 - rank, num_micro_batches)
+    return warmup + min(num_micro_batches - warmup, rank + 1)
+
+
+@lru_cache(maxsize=512)
+def _counted(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None) -> tuple[int, ...]:
+    return peak_activations(load_schedule(name, num_ranks, num_micro_batches, virtual_stages))

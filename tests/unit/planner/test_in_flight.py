@@ -1,0 +1,25 @@
+"""What ranks keep, by formula, against what is counted on the schedules themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.errors import ScheduleError
+from shardwright.planner.in_flight import kept_passes
+from shardwright.schedule import load_schedule, peak_activations
+from shardwright.schedule.families import FAMILIES
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_formulas_say_what_is_counted(name: str) -> None:
+    compared = 0
+    for virtual in (2, 3, 5) if name == "interleaved_1f1b" else (None,):
+        for ranks in range(1, 8):
+            for micro_batches in range(1, 21):
+                try:
+                    schedule = load_schedule(name, ranks, micro_batches, virtual)
+                except ScheduleError:
+                    continue  # numbers that the schedule does not take
+                assert kept_passes(name, ranks, micro_batches, virtual) == peak_activations(schedule), (ranks, micro_batches)
+                compared += 1
+    assert compared > 50
