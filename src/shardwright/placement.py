@@ -12,6 +12,7 @@ from typing import Literal
 from shardwright.architecture import ModelShape, ParameterSpec
 from shardwright.architecture.count import attention_flops_per_token, matmul_parameters
 from shardwright.architecture.parameters import Role
+from shardwright.architecture.quantised import BLOCK, code_width, packed_width
 from shardwright.errors import LayoutError
 from shardwright.layout import DATA_AXES, Layout, ParameterLayout, Section, Shard, Stage, cut_stages, in_use
 from shardwright.layout.context import check_context
@@ -113,6 +114,8 @@ def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int)
     """How `degree` ranks cut the parameter; None where each holds all of it."""
     if spec.beside is not None:
         return _adapter_shard(spec, spec.beside, cut, shape, degree)
+    if spec.packed is not None:
+        return _packed_shard(spec.packed, cut, shape, degree)
     if cut in EXPERT_CUTS:
         return _expert_shard(spec, shape, degree)
     if cut == "vocabulary":
@@ -125,6 +128,15 @@ def _tensor_shard(spec: ParameterSpec, cut: Cut, shape: ModelShape, degree: int)
     if cut == "heads" and shape.qk_norm == "full":
         return Shard("tp", 0, _columns(spec, shape, degree))
     return None
+
+
+def _packed_shard(matrix: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
+    """Bytes are cut where their matrix is; within rows, codes and scales each by themselves, between blocks (`_check_blocks`)."""
+    around = _tensor_shard(matrix, cut, shape, degree)
+    if around is None or around.dim != len(matrix.shape) - 1:
+        return around
+    codes, all_bytes = code_width(matrix.shape[-1]), packed_width(matrix.shape[-1])
+    return replace(around, sections=(Section(0, codes, degree), Section(codes, all_bytes - codes, degree)))
 
 
 def _adapter_shard(spec: ParameterSpec, matrix: ParameterSpec, cut: Cut, shape: ModelShape, degree: int) -> Shard | None:
@@ -203,6 +215,7 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
     """
     stages_of(shape, layout, sequence_length)
     _check_tensor(shape, layout, sequence_length)
+    _check_blocks(shape, layout)
     _check_experts(shape, layout)
     if layout.cp > 1:
         windows = tuple(layer.window for layer in shape.layers)
@@ -213,6 +226,25 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
             windows=windows,
             sequence_length=sequence_length,
         )
+
+
+def _check_blocks(shape: ModelShape, layout: Layout) -> None:
+    """Refuse a tensor cut through blocks of 4-bit weights: two ranks would have to share a scale."""
+    rows = {
+        spec.packed.shape[-1]: spec.name
+        for spec in shape.parameters()
+        if spec.packed is not None and TENSOR_CUTS[spec.role] in ("rows", "expert_rows")
+    }
+    for columns, name in rows.items():
+        if layout.tp > 1 and columns % (layout.tp * BLOCK):
+            works = [tp for tp in range(1, shape.num_heads + 1) if all(width % (tp * BLOCK) == 0 or tp == 1 for width in rows)]
+            raise LayoutError(
+                f"{name} has rows of {columns}, of which {layout.tp} ranks cannot have whole blocks of {BLOCK} 4-bit weights",
+                field="layout.tp",
+                got=layout.tp,
+                allowed=", ".join(map(str, works)),
+                remedy=f"The nearest that works is tp={min(works, key=lambda tp: (abs(tp - layout.tp), tp))}",
+            )
 
 
 def _check_experts(shape: ModelShape, layout: Layout) -> None:

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from shardwright.architecture.count import EXPERT_ROLES
 from shardwright.architecture.parameters import AdapterPart, ParameterSpec, Role, RowNorms, Uniform, Zeros
-from shardwright.config.adapters import AdapterKind
+from shardwright.config.adapters import AdapterKind, QuantizeKind
 
 ADAPTED_ROLES: tuple[Role, ...] = (
     "query", "key", "value", "qkv", "attention_out", "query_latent", "key_value_latent", "key_value",
@@ -34,6 +34,8 @@ class AdapterShape:
     alpha: float
     modules: frozenset[str]
     dropout: float = 0.0
+    quantize: QuantizeKind | None = None
+    """How the frozen projections are held, adapted or not; None is as all else."""
 
     @property
     def scale(self) -> float:

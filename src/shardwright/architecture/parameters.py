@@ -38,7 +38,12 @@ class RowNorms:
     """The lengths of the rows (one per output) of the matrix that the parameter stands beside."""
 
 
-Init = Normal | Ones | Zeros | Uniform | RowNorms
+@dataclass(frozen=True)
+class Codes:
+    """The bytes of another matrix's values in 4 bits."""
+
+
+Init = Codes | Normal | Ones | Zeros | Uniform | RowNorms
 
 AdapterPart = Literal["lora_A", "lora_B", "lora_magnitude_vector"]
 
@@ -83,6 +88,7 @@ class ParameterSpec:
     `trained` is False where no gradient reaches the values and a rule of the step sets them; files keep those in fp32.
 
     A part of an adapter says in `part` which it is, and in `beside` the matrix that it is added to, whose role it shares.
+    A matrix that is held as bytes says in `packed` what it is the bytes of; `shape` is that of the bytes.
     """
 
     name: str
@@ -94,6 +100,7 @@ class ParameterSpec:
     trained: bool = True
     part: AdapterPart | None = None
     beside: ParameterSpec | None = None
+    packed: ParameterSpec | None = None
 
     @property
     def num_elements(self) -> int:

@@ -16,6 +16,7 @@ from shardwright.architecture.adapters import AdapterShape, adapted_parameters
 from shardwright.architecture.experts import ExpertShape, expert_parameters
 from shardwright.architecture.latent import LatentShape, latent_parameters
 from shardwright.architecture.names import LLAMA, Names
+from shardwright.architecture.quantised import pack_parameters
 from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
 from shardwright.errors import ArchitectureError
 
@@ -160,7 +161,10 @@ class ModelShape:
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Every parameter in the decoder's order, tied ones once under their owner's name; adapters behind their matrix."""
         specs = _parameters(self)
-        return tuple(specs if self.adapters is None else adapted_parameters(specs, self.adapters, self.lies_in_out))
+        if self.adapters is None:
+            return tuple(specs)
+        adapted = adapted_parameters(specs, self.adapters, self.lies_in_out)
+        return tuple(adapted if self.adapters.quantize is None else pack_parameters(adapted))
 
     def lies_in_out(self, spec: ParameterSpec) -> bool:
         """Whether a matrix's (or each of its experts') inputs come before its outputs."""
@@ -172,7 +176,7 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
-        return sum(spec.num_elements for spec in self.parameters())
+        return sum((spec.packed or spec).num_elements for spec in self.parameters())
 
     @property
     def active_share(self) -> float:

@@ -15,7 +15,25 @@ from shardwright.errors import RecipeError, nearest
 
 def with_adapters(shape: ModelShape, section: AdapterSection | None) -> ModelShape:
     """The model with the adapters that a recipe asks for; as it is where it asks for none."""
-    return shape if section is None else replace(shape, adapters=choose_adapters(shape, section))
+    if section is None:
+        return shape
+    adapted = replace(shape, adapters=replace(choose_adapters(shape, section), quantize=section.quantize))
+    if section.quantize is not None:
+        _check_quantised(adapted)
+    return adapted
+
+
+def _check_quantised(shape: ModelShape) -> None:
+    """Refuse matrices whose rows are their inputs: blocks go along rows, and ours are those of the products' inputs."""
+    turned = next((spec.name for spec in shape.parameters() if spec.packed is not None and shape.lies_in_out(spec)), None)
+    if turned is not None:
+        raise RecipeError(
+            f"{turned} lies [in, out], and is not held in 4 bits here",
+            field="adapters.quantize",
+            got=shape.family,
+            allowed="families whose projections lie [out, in]",
+            remedy="Leave it out: plain adapters work on this family",
+        )
 
 
 def choose_adapters(shape: ModelShape, section: AdapterSection) -> AdapterShape:

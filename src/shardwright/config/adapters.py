@@ -10,6 +10,8 @@ from shardwright.config.section import Fraction, Positive, Section
 
 AdapterKind = Literal["lora", "rslora", "dora"]
 
+QuantizeKind = Literal["nf4"]
+
 DEFAULT_RANK = 16
 
 
@@ -36,9 +38,13 @@ class AdapterSection(Section):
     matches no such matrix is an error."""
     exclude: tuple[str, ...] = ()
     """Matrices among `targets` that get none, by the same kind of patterns."""
+    quantize: QuantizeKind | None = None
+    """`nf4` holds the frozen projections of the blocks, experts included, in 4 bits (QLoRA, arXiv 2305.14314): blocks of 64
+    elements with an fp32 scale each, 4.5 bits per element. Embeddings, head, norms, biases and routers stay as they are. The same
+    base under every layout. Default: the base in the precision of all else."""
     path: str | None = None
     """A folder that peft or an export wrote (adapter_config.json, adapter_model.safetensors) to begin with. It says kind, rank,
-    alpha and targets; only `dropout` may stand beside it."""
+    alpha and targets; only `dropout` and `quantize` may stand beside it."""
 
     @model_validator(mode="after")
     def _folder_says_it_all(self) -> AdapterSection:

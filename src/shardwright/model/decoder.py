@@ -154,17 +154,23 @@ class Decoder(nn.Module):
         """Put adapters beside the matrices that have one; only they take gradients."""
         for parameter in self.parameters():
             parameter.requires_grad_(False)
+        packed = {spec.name for spec in self.shape.parameters() if spec.packed is not None}
         for index, block in enumerate(self.blocks):
             prefix = f"{self.shape.names.root}.{self.shape.names.layers}.{index}."
             number = 0
             for name, module in list(block.named_modules()):
-                if isinstance(module, Linear) and f"{prefix}{name}" in adapters.modules:
-                    module.adapt(adapters, number)
-                    number += 1
+                if isinstance(module, Linear):
+                    if f"{prefix}{name}" in adapters.modules:
+                        module.adapt(adapters, number)
+                        number += 1
+                    if f"{prefix}{name}.weight" in packed:
+                        module.quantise()
                 elif isinstance(module, Experts):
                     for stack in (module.gate_up_name, module.down_name):
                         if f"{prefix}{name}.{stack}" in adapters.modules:
                             module.adapt(adapters, stack)
+                        if f"{prefix}{name}.{stack}" in packed:
+                            module.quantise(stack)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape
+from shardwright.architecture.quantised import columns_of, packed_width
+from shardwright.model import nf4
 from shardwright.model.adapters import row_norms
 from shardwright.model.cuts import WHOLE, Cuts
 from shardwright.model.deferral import WeightGradients
@@ -51,6 +53,12 @@ class Linear(nn.Module):
         self.lora_A = Linear(self.num_in, adapters.rank, bias=False)
         self.lora_B = Linear(adapters.rank, self.num_out, bias=False)
 
+    def quantise(self) -> None:
+        """Hold the weight, which is frozen then, as bytes (`nf4`)."""
+        assert not self.transposed, "blocks go along a product's inputs"
+        shape = (self.num_out, packed_width(self.num_in))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=self.weight.device), requires_grad=False)
+
     def forward(self, x: Tensor, sum_shares: Callable[[Tensor], Tensor] | None = None, dropout: Dropout | None = None) -> Tensor:
         """The product; `dropout` has the layer's masks, which an adapter's inputs take where it asks for them."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -66,6 +74,9 @@ class Linear(nn.Module):
         return self._adapted(x, bias, self.adapters, dropout)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.weight.dtype == torch.uint8:
+            product = nf4.linear(x, self.weight, self.num_in)
+            return product if bias is None else product + bias
         if self.deferral is not None and torch.is_grad_enabled():
             return self.deferral.linear(x, self.weight, bias, transposed=self.transposed)
         weight = self.weight.to(x.dtype)
@@ -89,6 +100,9 @@ class Linear(nn.Module):
     def _norms(self, scale: float) -> Tensor:
         """Lengths of the rows of W + scale x B A, `[out]`, which take no gradient (DoRA, section 4.3)."""
         weight = self.weight.t() if self.transposed else self.weight
+        if weight.dtype == torch.uint8:
+            wide = torch.promote_types(self.lora_A.weight.dtype, torch.float32)
+            weight = nf4.unpack(weight, columns_of(weight.shape[1], self.num_in), wide)
         squares_F = row_norms(weight, self.lora_A.weight, self.lora_B.weight, scale).square()
         if self.cuts.tensor is not None and weight.shape[1] < self.num_in:
             squares_F = self.cuts.tensor.sum(squares_F)

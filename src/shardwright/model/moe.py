@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import AdapterShape, ExpertShape, ModelShape
+from shardwright.architecture.quantised import packed_width
+from shardwright.model import nf4
 from shardwright.model.context import ForwardContext
 from shardwright.model.cuts import WHOLE, Cuts
 from shardwright.model.dropout import Dropout
@@ -68,6 +70,7 @@ class Experts(nn.Module):
         self.shape, self.activation = experts, shape.activation
         self.gate_up_name, self.down_name = shape.names.expert_gate_up, shape.names.expert_down
         self.adapted: set[str] = set()
+        self.num_in: dict[str, int] = {}
         num, width, inner = experts.num_experts, shape.hidden_size, experts.intermediate_size
         for name, num_in, num_out in ((self.gate_up_name, width, 2 * inner), (self.down_name, inner, width)):
             size = (num, num_out, num_in) if experts.matrix_layout == "out_in" else (num, num_in, num_out)
@@ -85,6 +88,14 @@ class Experts(nn.Module):
         self.register_parameter(f"{name}_lora_A", nn.Parameter(torch.empty(num, adapters.rank, num_in)))
         self.register_parameter(f"{name}_lora_B", nn.Parameter(torch.empty(num, num_out, adapters.rank)))
 
+    def quantise(self, name: str) -> None:
+        """Hold one of the two stacks, which is frozen then, as bytes (`nf4`)."""
+        assert self.shape.matrix_layout == "out_in", "blocks go along a product's inputs"
+        weight = getattr(self, name)
+        self.num_in[name] = weight.shape[2]
+        shape = (*weight.shape[:2], packed_width(weight.shape[2]))
+        setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=weight.device), requires_grad=False))
+
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """What each row's expert makes of it, `[M, D]`."""
         gate_up_M2F = self._product(self.gate_up_name, x_MD, counts_E)
@@ -93,8 +104,11 @@ class Experts(nn.Module):
         return self._product(self.down_name, self._gate(gate_up_M2F), counts_E, bias_share=1.0 if first else 0.0)
 
     def _product(self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_share: float = 1.0) -> Tensor:
-        weight = getattr(self, name).to(x_MD.dtype)
-        out_MF = grouped_product(x_MD, weight, counts_E, transposed=self.shape.matrix_layout == "out_in")
+        weight = getattr(self, name)
+        if weight.dtype == torch.uint8:
+            out_MF = nf4.expert_product(x_MD, weight, counts_E, self.num_in[name])
+        else:
+            out_MF = grouped_product(x_MD, weight.to(x_MD.dtype), counts_E, transposed=self.shape.matrix_layout == "out_in")
         if self.adapters is not None and self.adapter_on and name in self.adapted:
             a_ERD, b_EFR = (getattr(self, f"{name}_{part}").to(x_MD.dtype) for part in ("lora_A", "lora_B"))
             low_MR = grouped_product(x_MD, a_ERD, counts_E, transposed=True)

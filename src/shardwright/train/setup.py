@@ -22,6 +22,7 @@ from shardwright.model.adapters import begin
 from shardwright.model.decoder import Decoder
 from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
+from shardwright.model.nf4 import held_slice, packed_slice
 from shardwright.model.routing import resolve_rules
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import LossScaler, dtypes
@@ -133,14 +134,20 @@ def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
     def read_base(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         if recipe.model.pretrained:
             return folder.read(name, narrow=narrow, dtype=dtype)
-        return initialise(specs[name], recipe.seed, dtype=dtype, narrow=narrow)
+        return initialise(specs[name].packed or specs[name], recipe.seed, dtype=dtype, narrow=narrow)
+
+    def read_held(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        matrix = specs[name].packed
+        return read_base(name, narrow) if matrix is None else held_slice(matrix, narrow, read_base, dtype)
 
     def read(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         spec = specs[name]
+        if spec.packed is not None:
+            return packed_slice(spec.packed, narrow, read_base)
         if spec.beside is None:
             return read_base(name, narrow)
         in_out = shape.lies_in_out(spec.beside)
-        return begin(spec, recipe.seed, narrow, dtype=dtype, read_matrix=read_base, in_out=in_out)
+        return begin(spec, recipe.seed, narrow, dtype=dtype, read_matrix=read_held, in_out=in_out)
 
     return read
 

@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.model import Decoder, DropoutKey
 from shardwright.model.adapters import begin
 from shardwright.model.init import Narrow, initialise
+from shardwright.model.nf4 import held_slice, packed_slice
 from shardwright.plan import BatchPlan
 from shardwright.verify.cases import Case, Dtype
 from shardwright.verify.data import UnevenDataset
@@ -72,6 +74,10 @@ def initial_value(problem: Problem, spec: ParameterSpec, narrow: Narrow | None =
     """
     if spec.part is not None:
         return _initial_adapter(problem, spec, narrow)
+    if spec.packed is not None:
+        matrix, whole = spec.packed, tuple((0, size) for size in spec.shape)
+        bounds = whole if narrow is None else tuple(part or every for part, every in zip(narrow, whole, strict=True))
+        return packed_slice(matrix, bounds, lambda _name, rows: initial_value(problem, matrix, rows))
     if isinstance(spec.init, ByClass):
         spec = replace(spec, init=Normal(CLASS_STD))
     value = initialise(spec, problem.seed, dtype=problem.torch_dtype, narrow=narrow)
@@ -86,12 +92,20 @@ def _initial_adapter(problem: Problem, spec: ParameterSpec, narrow: Narrow | Non
     assert matrix is not None
     if spec.part == "lora_B":
         spec = replace(spec, init=Normal(ADAPTER_STD))
+
+    def read(_name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        return initial_value(problem, matrix, bounds)
+
+    def read_held(name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        quantised = problem.shape.adapters is not None and problem.shape.adapters.quantize is not None
+        return held_slice(matrix, bounds, read, problem.torch_dtype) if quantised else read(name, bounds)
+
     return begin(
         spec,
         problem.seed,
         narrow,
         dtype=problem.torch_dtype,
-        read_matrix=lambda _name, bounds: initial_value(problem, matrix, bounds),
+        read_matrix=read_held,
         in_out=problem.shape.lies_in_out(matrix),
     )
 

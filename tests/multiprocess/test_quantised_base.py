@@ -1,0 +1,160 @@
+"""Adapters beside a base in 4 bits: their gradients under cuts against one process, what ranks hold, and possible bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright import placement
+from shardwright.architecture import ParameterSpec, shape_of
+from shardwright.config.training import PrecisionSection
+from shardwright.layout import Layout, Shard
+from shardwright.model import Decoder, nf4
+from shardwright.model.init import initialise
+from shardwright.model.nf4 import packed_slice
+from shardwright.parallel import apply_layout, build_mesh
+from shardwright.parallel.model import local_part
+from shardwright.plan import BatchPlan, Plan
+from shardwright.verify import oracle
+from shardwright.verify.cases import DTYPES, Case
+from shardwright.verify.cell import Mutation
+from shardwright.verify.matrix import Report, verify
+from tests.multiprocess.bugs import assert_caught, assert_clean
+from tests.multiprocess.models import recipe_of
+from tests.multiprocess.pool import RankPool
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+"""Rows of 40 end within a block; those that two ranks cut are of 128."""
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 24, "moe_intermediate_size": 128, "intermediate_size": 40,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "norm_topk_prob": True,
+}  # fmt: skip
+ZBV = Layout(pp=2, schedule="zbv", virtual_stages=2)
+
+
+class Cell(NamedTuple):
+    """A model with adapters beside a base in 4 bits, a layout and a way of computing."""
+
+    config: dict[str, Any]
+    adapters: dict[str, Any]
+    layout: Layout
+    case: Case
+
+    def __str__(self) -> str:
+        """What pytest calls it."""
+        return f"{self.config['model_type']}-{self.adapters.get('kind', 'lora')}-{self.layout}-{self.case.recompute}"
+
+
+CELLS = [
+    Cell(LLAMA, {}, Layout(dp_shard=2, zero_stage=3), Case(2, "full")),
+    Cell(LLAMA, {"kind": "dora"}, Layout(tp=2), Case(2)),
+    Cell(MOE, {}, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), Case(1, documents=False)),
+]
+MORE = [
+    Cell(LLAMA, {}, Layout(dp_replicate=2), Case(1, "selective")),
+    Cell(LLAMA, {"dropout": 0.1}, Layout(cp=2, zero_stage=2), Case(2)),
+    Cell(LLAMA | {"num_hidden_layers": 4}, {"targets": ("q_proj",)}, ZBV, Case(4)),
+    Cell(LLAMA, {}, Layout(dp_shard=2, tp=2, zero_stage=1, sequence_parallel=False), Case(2)),
+    Cell(LLAMA, {"kind": "dora"}, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(2)),
+    Cell(MOE, {"kind": "rslora"}, Layout(dp_shard=2, ep=2), Case(2, "full")),
+]
+
+
+def recipe_with(cell: Cell) -> Any:
+    return recipe_of(cell.config, adapters={"rank": 3, "quantize": "nf4"} | cell.adapters)
+
+
+def run(ranks: RankPool, cell: Cell, dtypes: tuple[str, ...], mutation: Mutation | None = None) -> Report:
+    """Hold the cell's adapters against one process with the same base."""
+    recipe = recipe_with(cell)
+    shape = shape_of(recipe)
+    case = replace(cell.case, tied=shape.tied_embeddings)
+    return verify(recipe, shape, [cell.layout], [case], list(dtypes), sequence_length=12, pool=ranks, mutation=mutation)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_adapters_beside_a_quantised_base(ranks: RankPool, cell: Cell) -> None:
+    assert_clean(run(ranks, cell, ("float32",)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", CELLS + MORE, ids=str)
+def test_adapters_beside_a_quantised_base_under_every_cut(ranks: RankPool, cell: Cell) -> None:
+    assert_clean(run(ranks, cell, DTYPES))
+
+
+@contextmanager
+def each_rank_quantises_its_own_part() -> Iterator[None]:
+    """The matrix is cut first and quantised then: blocks begin where ranks do."""
+    original = oracle.packed_slice
+
+    def packed(matrix: ParameterSpec, narrow: Any, read: Any) -> Tensor:
+        whole = original(matrix, narrow, read)
+        return whole.roll(1, -1) if narrow[-1][0] else whole
+
+    with mock.patch.object(oracle, "packed_slice", packed):
+        yield
+
+
+@contextmanager
+def scales_stay_whole() -> Iterator[None]:
+    """Bytes are cut in one run, so that a rank has codes of its columns and scales of others'."""
+
+    def shard(matrix: ParameterSpec, cut: Any, shape: Any, degree: int) -> Shard | None:
+        around = placement._tensor_shard(matrix, cut, shape, degree)
+        return None if around is None else replace(around, sections=() if around.dim == len(matrix.shape) - 1 else around.sections)
+
+    with mock.patch.object(placement, "_packed_shard", shard):
+        yield
+
+
+@pytest.mark.parametrize("mutation", [each_rank_quantises_its_own_part, scales_stay_whole])
+def test_another_base_is_found_out(ranks: RankPool, mutation: Mutation) -> None:
+    assert_caught(run(ranks, Cell(LLAMA, {}, Layout(tp=2), Case(1, documents=False)), ("float32",), mutation))
+
+
+def held_bytes(cell: Cell) -> tuple[int, int, dict[str, Tensor]]:
+    """Bytes of frozen projections on this rank, their elements in the whole model, and what the ranks' bytes together mean."""
+    shape = shape_of(recipe_with(cell))
+    with torch.device("meta"):
+        decoder = Decoder(shape, compute_dtype=torch.bfloat16)
+    specs = {spec.name: spec for spec in shape.parameters()}
+
+    def fill(name: str, bounds: Any) -> Tensor:
+        matrix = specs[name].packed
+        if matrix is None:
+            return initialise(replace(specs[name]), 3, dtype=torch.float32, narrow=bounds)
+        return packed_slice(matrix, bounds, lambda _name, rows: initialise(matrix, 3, dtype=torch.float32, narrow=rows))
+
+    plan = Plan(cell.layout, BatchPlan(8, 1, 1, cell.layout.data_ranks), PrecisionSection(kind="bf16"))
+    model = apply_layout(decoder, plan, build_mesh(cell.layout, "cpu"), torch.device("cpu"), fill=fill)
+    packed = {name: parameter for name, parameter in model.named_parameters() if specs[name].packed is not None}
+    assert all(parameter.dtype == torch.uint8 and not parameter.requires_grad for parameter in packed.values())
+    num_bytes = sum(local_part(parameter).numel() for parameter in packed.values())
+    num_elements = sum(spec.packed.num_elements for spec in specs.values() if spec.packed is not None)
+    whole = {
+        name: nf4.unpack(model.full_parameter(name).to(torch.uint8), spec.packed.shape[-1], torch.float32)
+        for name, spec in specs.items()
+        if spec.packed is not None
+    }
+    return num_bytes, num_elements, whole
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero_stage=3), Layout(tp=2)], ids=str)
+def test_ranks_hold_their_share_of_four_bits_of_the_same_base(ranks: RankPool, layout: Layout) -> None:
+    cell = Cell(LLAMA | {"hidden_size": 64}, {}, layout, Case(1))
+    _, num_elements, expected = held_bytes(cell._replace(layout=Layout()))
+    for num_bytes, _, whole in ranks.run(2, held_bytes, cell):
+        assert num_bytes * 8 / num_elements == 4.5 / 2
+        assert all(torch.equal(expected[name], whole[name]) for name in expected)
