@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwright.hardware import Cluster
     from shardwright.planner.answer import Answer
     from shardwright.planner.candidate import Adapter
+    from shardwright.planner.prediction import Prediction
 
 SCHEMA_VERSION = 1
 
@@ -53,11 +54,24 @@ def plan_command(
         int | None, typer.Option("--lora", min=1, metavar="RANK", help="Train low-rank adapters only.", show_default=False)
     ] = None,
     quantised: Annotated[bool, typer.Option("--quantised", help="With --lora: hold the frozen weights in NF4 (QLoRA).")] = False,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            "--emit",
+            metavar="SYSTEM",
+            help="Write the chosen layout for deepspeed, accelerate, torchtitan or megatron, in place of the table.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="With --emit: write it there, below the table.", show_default=False)
+    ] = None,
     why: Annotated[bool, typer.Option("--explain", help="Say why, with the numbers behind it.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Rank the layouts of a recipe by predicted tokens/s, with memory and time by part; nothing is started, no data is read."""
     started = time.perf_counter()
+    _check_emit(emit, out)
     checked = load_recipe(recipe, overrides or [])
     # Imported here: the catalogue and the planner cost time that `--help` need not pay.
     from shardwright.hardware.load import parse_cluster
@@ -76,10 +90,16 @@ def plan_command(
         explained=why,
     )
     found_in = time.perf_counter() - started
+    written = None if emit is None or found.chosen is None else _emitted(emit, checked, found.chosen, where.num_nodes, out)
     if json_output:
         sys.stdout.write(
-            json.dumps({"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"seconds": found_in}) + "\n"
+            json.dumps(
+                {"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"emitted": written, "seconds": found_in}
+            )
+            + "\n"
         )
+    elif written is not None and out is None:
+        sys.stdout.write(written["text"])
     else:
         from shardwright.cli.plan_table import show
 
@@ -91,6 +111,35 @@ def plan_command(
             got=f"{where.num_gpus} GPUs of {where.accelerator.memory_bytes / 2**30:.0f} GiB",
             remedy=found.remedy,
         )
+
+
+def _check_emit(system: str | None, out: Path | None) -> None:
+    """Refuse a system that is not known before anything is planned."""
+    if system is not None:
+        from shardwright.interop.emit import check_system
+
+        check_system(system)
+    elif out is not None:
+        raise InputError("there is nothing to write", field="--out", got=str(out), remedy="Say for which system (--emit deepspeed)")
+
+
+def _emitted(system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, out: Path | None) -> dict[str, Any]:
+    """The chosen layout as another system's configuration; what that cannot say goes to standard error, too."""
+    from shardwright.interop.emit import emit
+    from shardwright.interop.emitted import Subject
+    from shardwright.plan import resolve
+    from shardwright.planner.automatic import put_in
+
+    settled = put_in(recipe, chosen.candidate)
+    told = emit(system, Subject(settled, resolve(settled, chosen.num_gpus), chosen.candidate.offload, num_nodes))
+    for note in told.notes:
+        sys.stderr.write(f"not expressed: {note}\n")
+    if out is not None:
+        try:
+            out.write_text(told.text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot be written: {error.strerror}", field="--out", got=str(out)) from error
+    return {"system": system, "text": told.text, "notes": list(told.notes), "out": None if out is None else str(out)}
 
 
 def _adapter(rank: int | None, quantised: bool) -> Adapter | None:

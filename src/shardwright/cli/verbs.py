@@ -44,6 +44,18 @@ def _verify() -> Callable[..., Any]:
     return verify_command
 
 
+def _launch() -> Callable[..., Any]:
+    from shardwright.cli.launch import launch_command
+
+    return launch_command
+
+
+def _convert() -> Callable[..., Any]:
+    from shardwright.cli.convert import convert_command
+
+    return convert_command
+
+
 def _evaluate() -> Callable[..., Any]:
     from shardwright.cli.evaluate import evaluate_command
 
@@ -110,12 +122,14 @@ VERBS = {
     "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
     "rehearse": Verb("Run a layout's real step on devices that do not exist.", _rehearse),
     "train": Verb("Train a recipe, on one process or many.", _train),
+    "launch": Verb("Start a recipe on Slurm, Kubernetes or torchrun, without writing a script.", _launch),
     "evaluate": Verb("Let a trained model answer questions with known answers.", _evaluate),
     "generate": Verb("Continue a prompt with a trained model.", _generate),
     "export": Verb("Write a run as a Hugging Face folder.", _export),
     "report": Verb("Draw what happened in a run as one page.", _report),
     "compare": Verb("Hold a run's loss against a reference's.", _compare),
     "checkpoint": Verb("List, verify and inspect checkpoints.", _checkpoint),
+    "convert": Verb("Read a DeepSpeed, Accelerate or Axolotl configuration as a recipe.", _convert),
     "schedule": Verb("Prove and draw a pipeline schedule.", _schedule),
     "predict": Verb("Hold the planner to measurements that others published.", _predict),
     "schema": Verb("Print the JSON schema of recipes, for editors.", _schema),
