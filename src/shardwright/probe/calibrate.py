@@ -1,0 +1,194 @@
+"""What the planner would like to know of this cluster, and the answers as the profile that it prefers to data sheets.
+
+The planner is asked to predict the recipe with a profile that knows nothing and writes down every look-up: those products and
+messages are what is then measured, beside a few usual ones. A product too long to try is measured with fewer rows, and a message
+larger than is usual with the largest usual one; look-ups take the nearest shape, and grow with the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from shardwright import __version__
+from shardwright.config import Recipe
+from shardwright.data.cache import cache_root
+from shardwright.errors import InputError
+from shardwright.hardware import CollectiveRate, MatmulRate, MeasuredProfile, parse_cluster
+from shardwright.hardware.load import find_accelerator
+from shardwright.hardware.profile import CollectiveKind
+from shardwright.layout import Layout
+from shardwright.planner.achieved import load_efficiencies
+from shardwright.planner.predict import predict
+from shardwright.planner.question import candidate_of, shape_of, template_of
+from shardwright.planner.scaling import resized
+from shardwright.probe.bandwidth import KINDS, groups_of
+from shardwright.probe.doctor import Diagnosis
+from shardwright.probe.examination import Order
+from shardwright.probe.storage import Folder
+from shardwright.train.folder import RunFolder
+from shardwright.units import MIB_BYTES
+
+_MOST_FLOPS = {"cpu": 1e11, "cuda": 4e13}
+"""Of one product that is tried: a second or so on a slow device of the kind."""
+_MOST_BYTES = {"cpu": 64 * MIB_BYTES, "cuda": 1024 * MIB_BYTES}
+_MOST_SIZES = 6
+"""Messages of a recipe that are tried per collective and group, beside the usual ones."""
+_LADDER = {"cpu": (256, 512, 1024), "cuda": (512, 2048, 4096)}
+"""Sides of products without a recipe; m, n and k each take these."""
+
+ProductShape = tuple[str, int, int, int]
+Message = tuple[CollectiveKind, int, int]
+
+
+@dataclass(frozen=True)
+class _Curious(MeasuredProfile):
+    """Knows nothing, and writes down what it was asked."""
+
+    products: dict[ProductShape, None] = field(default_factory=dict)
+    messages: dict[Message, None] = field(default_factory=dict)
+
+    def matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
+        self.products[(precision, m, n, k)] = None
+        return None
+
+    def collective_seconds(self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float) -> float | None:
+        self.messages[(kind, num_ranks, round(message_bytes))] = None
+        return None
+
+
+def order_of(
+    recipe: Recipe | None,
+    layout: Layout,
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout_seconds: float = 60.0,
+    calibrates: bool = False,
+) -> Order:
+    """What to examine: the layout's groups, the recipe's folders (else the usual ones), and to calibrate what the planner asks."""
+    order = Order(
+        layout=layout,
+        folders=folders_of(recipe),
+        device=device,
+        timeout_seconds=timeout_seconds,
+        inter_link=None if recipe is None or recipe.cluster is None else recipe.cluster.link,
+    )
+    if not calibrates:
+        return order
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    products, messages = _questions(recipe, layout, kind) if recipe is not None else (_usual_products(kind), ())
+    return replace(order, products=tuple(products), messages=tuple(messages))
+
+
+def folders_of(recipe: Recipe | None) -> tuple[Folder, ...]:
+    """Local folders that a run writes to; without a recipe, where runs and tokenised data usually go."""
+    if recipe is None:
+        return (Folder("runs", "runs", True), Folder("data cache", str(cache_root(None)), False))
+    run = RunFolder.of(recipe)
+    found = [Folder("run folder", str(run.path), True)]
+    if isinstance(run.checkpoints, Path) and recipe.checkpoint.dir is not None:
+        found.append(Folder("checkpoints", str(run.checkpoints), True))
+    return (*found, Folder("data cache", str(cache_root(recipe.data.cache_dir)), False))
+
+
+def catalogue_name(device_kind: str, device_name: str) -> str | None:
+    """What the catalogue calls a device; CPUs are all `CPU` to it, whose data sheet a profile then overrides."""
+    try:
+        return find_accelerator("CPU" if device_kind == "cpu" else device_name).name
+    except InputError:
+        return None
+
+
+def _usual_products(kind: str) -> list[ProductShape]:
+    sides = _LADDER[kind]
+    precisions = ("fp32", "bf16")
+    return [(precision, m, n, k) for precision in precisions for m in sides for n in sides for k in sides if not m == n == k]
+
+
+def _questions(recipe: Recipe, layout: Layout, kind: str) -> tuple[list[ProductShape], list[Message]]:
+    """Products and messages of the recipe on this layout, as the planner asks for them.
+
+    Raises:
+        InputError: the recipe's batch does not divide by the layout, or the model has no size without its tokenizer.
+    """
+    name = catalogue_name(kind, torch.cuda.get_device_name() if kind == "cuda" else "")
+    if name is None:
+        return _usual_products(kind), []
+    cluster = resized(parse_cluster(f"{layout.world_size}x{name}"), layout.world_size)
+    curious = _Curious("", None, "", cluster.accelerator.memory_bytes, cluster.accelerator.memory_bytes_per_second)
+    candidate = candidate_of(recipe, template_of(recipe), layout.world_size)
+    if candidate is None:
+        raise InputError(
+            "the recipe's batch does not divide by this layout",
+            field="--layout",
+            got=str(layout),
+            remedy="shardwright doctor --checklist says what does",
+        )
+    accelerator = cluster.accelerator
+    predict(
+        shape_of(recipe),
+        replace(candidate, layout=layout),
+        replace(cluster, profile=curious),
+        load_efficiencies().of(accelerator),
+    )
+    return _few_products(curious.products, kind), _few_messages(curious.messages, layout, kind)
+
+
+def _few_products(asked: dict[ProductShape, None], kind: str) -> list[ProductShape]:
+    """Those asked for, with fewer rows where one would take too long."""
+    found: dict[ProductShape, None] = {}
+    for precision, m, n, k in asked:
+        rows = min(m, max(1, int(_MOST_FLOPS[kind] / (2.0 * n * k))))
+        columns = min(n, max(1, int(_MOST_FLOPS[kind] / (2.0 * rows * k))))
+        found[(precision, rows, columns, k)] = None
+    return list(found)
+
+
+def _few_messages(asked: dict[Message, None], layout: Layout, kind: str) -> list[Message]:
+    """Those asked for whose groups this layout has: of each collective and group the smallest, the largest and some between."""
+    sizes = {groups.size for groups in groups_of(layout)}
+    found: list[Message] = []
+    for collective in KINDS:
+        for size in sizes:
+            of_kind = sorted({min(num, _MOST_BYTES[kind]) for name, members, num in asked if (name, members) == (collective, size)})
+            if len(of_kind) > _MOST_SIZES:
+                last = _MOST_SIZES - 1
+                of_kind = [of_kind[i * (len(of_kind) - 1) // last] for i in range(_MOST_SIZES)]
+            found += [(collective, size, num) for num in of_kind]
+    return found
+
+
+def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
+    """The measured profile: of each product the median rank, of each collective the slowest group.
+
+    Raises:
+        InputError: nothing was measured, because the examination broke off before.
+    """
+    rates = diagnosis.rates
+    memory = [rate["bytes_per_second"] for rate in rates.get("copies", ()) if rate["kind"] == "memory"]
+    if not memory or not diagnosis.memory_bytes:
+        raise InputError(
+            "there is nothing to write: the examination broke off", field="--calibrate", remedy="Mend what fails first"
+        )
+    products: dict[ProductShape, list[float]] = {}
+    for rate in rates["products"]:
+        products.setdefault((rate["precision"], rate["m"], rate["n"], rate["k"]), []).append(rate["flops_per_second"])
+    collectives: dict[tuple[Any, ...], float] = {}
+    for rate in rates["collectives"]:
+        key = (rate["kind"], rate["num_ranks"], rate["ranks_per_node"], rate["message_bytes"])
+        collectives[key] = max(collectives.get(key, 0.0), rate["seconds"])
+    return MeasuredProfile(
+        accelerator=diagnosis.device_name or diagnosis.device_kind,
+        catalog_name=catalogue_name(diagnosis.device_kind, diagnosis.device_name),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        memory_bytes=diagnosis.memory_bytes,
+        memory_bytes_per_second=median(memory),
+        matmuls=tuple(MatmulRate(*shape, median(found)) for shape, found in products.items()),
+        collectives=tuple(CollectiveRate(*key, seconds) for key, seconds in collectives.items()),
+        software={"shardwright": __version__, "torch": torch.__version__, "layout": str(order.layout)},
+    )

@@ -1,0 +1,284 @@
+"""What one rank does, in order: look at itself, meet the others, measure together, and report to rank 0.
+
+Reports travel through the store as JSON, not through the groups that are being examined, so that a rank whose collectives broke can
+still say so, and one that says nothing is known by its number.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from shardwright.errors import InputError
+from shardwright.hardware import MatmulRate
+from shardwright.hardware.profile import CollectiveKind
+from shardwright.layout import Layout
+from shardwright.parallel.mesh import build_mesh, init_process_group
+from shardwright.probe import bandwidth, clock, correctness, health, host, links, matmul, software, storage
+from shardwright.probe.finding import Finding, name_ranks
+from shardwright.probe.host import Host
+from shardwright.probe.rendezvous import Meeting, wait_for_keys
+from shardwright.probe.software import Software
+from shardwright.probe.watch import Watch
+from shardwright.train.outcome import first_line
+from shardwright.train.ranks import RankEnvironment
+from shardwright.units import MIB_BYTES
+
+STAGES = ("software", "host", "groups", "products", "copies", "folders", "clocks", "correctness", "collectives", "links", "reports")
+"""In order; `judge_standstill` tells by it who is behind."""
+
+_SIZES = {"cpu": (4096, 256 * 1024, 4 * MIB_BYTES), "cuda": (64 * 1024, MIB_BYTES, 16 * MIB_BYTES, 256 * MIB_BYTES)}
+_LINK_BYTES = {"cpu": MIB_BYTES, "cuda": 64 * MIB_BYTES}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be examined. `products` (precision, m, n, k) and `messages` (collective, ranks of a group, bytes) are measured
+    beside the usual ones, for the planner."""
+
+    layout: Layout
+    folders: tuple[storage.Folder, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_seconds: float = 60.0
+    products: tuple[tuple[str, int, int, int], ...] = ()
+    messages: tuple[tuple[CollectiveKind, int, int], ...] = ()
+    inter_link: str | None = None
+    """Between nodes, as the catalogue calls it."""
+
+
+@dataclass
+class RankReport:
+    """Everything that one rank found; filled stage by stage. `failure` is the stage that broke, and why."""
+
+    rank: int
+    host_name: str
+    device_kind: str = "cpu"
+    device_name: str = ""
+    software: Software | None = None
+    host: Host | None = None
+    gpu_at_rest: health.Gpu | None = None
+    gpu_loaded: health.Gpu | None = None
+    gpu_silent: str | None = None
+    products: list[MatmulRate] = field(default_factory=list)
+    copies: list[matmul.CopyRate] = field(default_factory=list)
+    writes: list[storage.Written] = field(default_factory=list)
+    sights: list[storage.Sight] = field(default_factory=list)
+    offset: clock.Offset | None = None
+    checked: list[correctness.Checked] = field(default_factory=list)
+    times: list[bandwidth.GroupTime] = field(default_factory=list)
+    link_times: list[links.LinkTime] = field(default_factory=list)
+    failure: tuple[str, str] | None = None
+
+
+REPORT = TypeAdapter(RankReport)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the stages work with."""
+
+    order: Order
+    ranks: RankEnvironment
+    device: torch.device
+    meeting: Meeting | None
+    watch: Watch
+    report: RankReport
+
+
+def choose_device(order: Order, ranks: RankEnvironment) -> torch.device:
+    """CUDA number `local_rank`, where there is CUDA and it is not unwanted.
+
+    Raises:
+        InputError: CUDA is wanted and is not there, or there are fewer devices than ranks.
+    """
+    if order.device == "cpu" or (order.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("this machine has no CUDA device", field="--device", got="cuda", allowed="cpu or auto")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"rank {ranks.rank} wants device {ranks.local_rank}, but the machine has {torch.cuda.device_count()}",
+            field="--nproc",
+            remedy="Start at most as many ranks as there are devices, or examine the CPU (--device cpu)",
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_report(ranks: RankEnvironment, device: torch.device) -> RankReport:
+    """What a rank knows of itself without having looked."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return RankReport(ranks.rank, socket.gethostname(), device.type, name)
+
+
+def look_at_self(room: Room) -> None:
+    """Software, host, and the device at rest: before anybody is met, so that it is told even where nobody comes."""
+    with room.watch.stage("software"):
+        room.report.software = software.read_software(room.device)
+    with room.watch.stage("host"):
+        room.report.host = host.read_host(room.report.host_name)
+        if room.device.type == "cuda":
+            room.report.gpu_at_rest, room.report.gpu_silent = health.read_gpu(room.device, os.getpid())
+
+
+def measure(room: Room) -> None:
+    """The stages after the meeting; the first that breaks ends them and stands in the report."""
+    stages: dict[str, Callable[[Room], None]] = {
+        "groups": _join_groups,
+        "products": _time_products,
+        "copies": _time_copies,
+        "folders": _look_at_folders,
+        "clocks": _compare_clocks,
+        "correctness": _check_results,
+        "collectives": _time_collectives,
+        "links": _time_links,
+    }
+    for name, stage in stages.items():
+        if room.meeting is None and name in ("groups", "clocks", "correctness", "collectives", "links"):
+            continue
+        try:
+            with room.watch.stage(name):
+                if room.meeting is not None:
+                    # Ranks measure at the same time, as they compute when they train.
+                    storage.wait_for_all(room.meeting.store, f"begin/{name}", room.ranks.world_size)
+                stage(room)
+        except (RuntimeError, OSError) as error:
+            room.report.failure = (name, first_line(str(error)))
+            break
+    if dist.is_initialized() and room.report.failure is not None:
+        # Peers that wait for this rank hear of it now, not at the end of their own time.
+        dist.destroy_process_group()
+
+
+def _join_groups(room: Room) -> None:
+    assert room.meeting is not None
+    if not dist.is_initialized():
+        init_process_group(
+            room.device.type,
+            timeout=timedelta(seconds=room.order.timeout_seconds),
+            store=dist.PrefixStore("groups", room.meeting.store),
+            rank=room.ranks.rank,
+            world_size=room.ranks.world_size,
+        )
+    build_mesh(room.order.layout, room.device.type)
+
+
+def _time_products(room: Room) -> None:
+    size, device = matmul.usual_size(room.device), room.device
+    wanted = [(precision, size, size, size) for precision in matmul.precisions_of(device)]
+    for precision, m, n, k in (*wanted, *room.order.products):
+        room.report.products.append(matmul.time_product(precision, m, n, k, device))
+        room.watch.progress()
+    if device.type == "cuda":
+        with health.under_load(device):
+            room.report.gpu_loaded, _ = health.read_gpu(device, os.getpid())
+
+
+def _time_copies(room: Room) -> None:
+    room.report.copies = matmul.time_copies(room.device)
+
+
+def _look_at_folders(room: Room) -> None:
+    for folder in room.order.folders:
+        if room.ranks.local_rank == 0:  # one rank of a node: a disk is not quicker for being asked by all
+            room.report.writes.append(storage.time_write(folder))
+        if room.meeting is not None:
+            room.report.sights.append(storage.look_for_others(folder, room.meeting.store, room.ranks.rank, room.ranks.world_size))
+        room.watch.progress()
+
+
+def _compare_clocks(room: Room) -> None:
+    assert room.meeting is not None
+    room.report.offset = clock.estimate_offset(room.meeting.store, room.ranks.rank, room.ranks.world_size)
+
+
+def _members(room: Room, groups: bandwidth.Groups) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """This rank's group of an axis, and who is in it."""
+    ranks = next(members for members in groups.groups if room.ranks.rank in members)
+    if groups.axes[0] == "all":
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD, ranks
+    mesh = build_mesh(room.order.layout, room.device.type)
+    assert mesh is not None
+    group = mesh.group(groups.axes[0])
+    assert group is not None
+    return group, ranks
+
+
+def _check_results(room: Room) -> None:
+    for groups in bandwidth.groups_of(room.order.layout):
+        group, ranks = _members(room, groups)
+        room.report.checked.append(correctness.check_collectives(groups.name, group, ranks, room.device))
+        room.watch.progress()
+
+
+def _time_collectives(room: Room) -> None:
+    for groups in bandwidth.groups_of(room.order.layout):
+        group, ranks = _members(room, groups)
+        for kind in bandwidth.KINDS:
+            extra = [size for name, members, size in room.order.messages if (name, members) == (kind, groups.size)]
+            sizes = {bandwidth.whole_bytes(size, groups.size) for size in (*_SIZES[room.device.type], *extra)}
+            for size in sorted(sizes):
+                room.report.times.append(bandwidth.time_collective(kind, groups.name, group, ranks, size, room.device))
+                room.watch.progress()
+
+
+def _time_links(room: Room) -> None:
+    room.report.link_times = links.time_links(room.device, _LINK_BYTES[room.device.type])
+
+
+def hand_in(room: Room) -> dict[int, RankReport]:
+    """All reports on rank 0, those that came; nothing on the others, which wait until rank 0 has read."""
+    meeting = room.meeting
+    if meeting is None:
+        return {0: room.report}
+    seconds = room.order.timeout_seconds
+    rank, world_size = room.ranks.rank, room.ranks.world_size
+    if rank != 0:
+        meeting.store.set(f"report/{rank}", REPORT.dump_json(room.report).decode())
+        meeting.store.set(f"stage/{rank}", "reports")
+        # An exit may end the whole job: not before rank 0 has what everybody found.
+        wait_for_keys(meeting.store, {0: "read"}, 2 * seconds)
+        return {}
+    missing = wait_for_keys(meeting.store, {other: f"report/{other}" for other in range(1, world_size)}, seconds)
+    reports = {0: room.report}
+    for other in range(1, world_size):
+        if other not in missing:
+            reports[other] = REPORT.validate_json(meeting.store.get(f"report/{other}"))
+    meeting.store.set("read", "1")
+    return reports
+
+
+def judge_reports_missing(reports: Mapping[int, RankReport], world_size: int, hosts: Mapping[int, str]) -> list[Finding]:
+    """Ranks that said nothing, and ranks that broke off: the first stage that failed, with who was in it."""
+    findings = []
+    missing = [rank for rank in range(world_size) if rank not in reports]
+    if missing:
+        where = ", ".join(sorted({hosts[rank] for rank in missing}))
+        told = f"{name_ranks(missing)} ({where}) met the others and then fell silent"
+        findings.append(
+            Finding("peers", "reports", "fail", told, f"Look at {where}: was the process killed (dmesg | grep -i oom), is it up?")
+        )
+    failed = {rank: report.failure for rank, report in reports.items() if report.failure is not None}
+    for stage in sorted({failure[0] for failure in failed.values()}, key=STAGES.index):
+        messages: dict[str, list[int]] = {}
+        for rank, (name, message) in failed.items():
+            if name == stage:
+                messages.setdefault(message, []).append(rank)
+        told = "; ".join(f"{name_ranks(ranks)}: {message}" for message, ranks in messages.items())
+        remedy = "NCCL_DEBUG=INFO or TORCH_CPP_LOG_LEVEL=INFO shows more"
+        if stage == "groups":
+            adapters = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            remedy = f"Ranks reach the port but not each other: set {adapters} to the adapter that joins the nodes (ip addr)"
+        findings.append(Finding("peers", stage, "fail", told, remedy, {"ranks": sorted(failed)}))
+    return findings
