@@ -13,6 +13,16 @@ settings.register_profile("shardwright", deadline=None)
 settings.load_profile("shardwright")
 
 
+SEVERAL_PROCESSES = ("tests/multiprocess", "tests/faults")
+"""Tests that start ranks: one after another, on one set of workers. The others run beside them."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(config.rootpath).as_posix().startswith(SEVERAL_PROCESSES):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def outside_data() -> Path:
     """The folder named by SHARDWRIGHT_DATA; a test that asks for it skips, by name, without it."""

@@ -79,7 +79,7 @@ def alone(ranks: RankPool, outside_data: Path, cache: Path) -> list[float]:
         "dp_replicate=2",
         "dp_shard=2,zero_stage=3",
         "tp=2",
-        "tp=4",
+        pytest.param("tp=4", marks=pytest.mark.long),
         "pp=2",
         "cp=2,cp_method=ring",
         "cp=2,cp_method=ulysses",

@@ -8,7 +8,8 @@ from shardwright.verify.grid import all_cells, covering
 from shardwright.verify.matrix import GridRow, verify_grid
 from tests.multiprocess.pool import RankPool
 
-EVERY_DAY_RANKS = 8
+EVERY_DAY_RANKS = 4
+"""Some pairs meet on eight ranks only; those take as long as all others together, and are left to the long suite."""
 
 
 def failures(rows: list[GridRow]) -> list[str]:
@@ -27,7 +28,7 @@ def test_cells_in_which_any_two_properties_meet(ranks: RankPool) -> None:
     cells = [cell for cell in all_cells(EVERY_DAY_RANKS) if cell.refusal is None]
     rows = verify_grid(covering(cells), ranks, told=lambda _row: None)
     assert not failures(rows)
-    assert len(rows) >= 30
+    assert len(rows) >= 40
     assert {"dense", "tied", "moe"} == {row.cell.model for row in rows}
 
 

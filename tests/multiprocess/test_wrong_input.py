@@ -205,6 +205,7 @@ def test_what_only_a_rank_can_see_is_told_once(workplace: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path) -> None:
     run = workplace / "killed"
     with started(words(workplace, "killed", "--nproc", "2", "--layout", "zero_stage=3")) as process:
@@ -255,6 +256,7 @@ def full_disk(folder: Path) -> Iterator[list[str]]:
             subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(workplace: Path) -> None:
     disk = workplace / "disk"
     run = disk / "run"
