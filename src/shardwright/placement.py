@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
-from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.architecture import ForeignShape, ModelShape, ParameterSpec
 from shardwright.architecture.count import attention_flops_per_token, matmul_parameters
 from shardwright.architecture.parameters import Role
 from shardwright.architecture.quantised import BLOCK, code_width, packed_width
@@ -61,6 +62,7 @@ TENSOR_CUTS: dict[Role, Cut] = {
     "balance_bias": "residual",
     "expert_gate_up": "expert_columns",
     "expert_down": "expert_rows",
+    "other": "residual",
 }
 
 EXPERT_CUTS: tuple[Cut, ...] = ("expert_columns", "expert_rows")
@@ -197,14 +199,20 @@ def stages_of(shape: ModelShape, layout: Layout, sequence_length: int) -> tuple[
     if layout.pp == 1:
         return None
     ranks = rank_of_stage(layout.schedule, layout.pp, layout.virtual_stages)
+    head = 6.0 * shape.vocab_size * shape.hidden_size
+    return cut_stages(_layer_flops(shape, sequence_length), ranks, embedding_cost=float(shape.hidden_size), head_cost=head)
+
+
+@lru_cache(maxsize=32)
+def _layer_flops(shape: ModelShape, sequence_length: int) -> tuple[float, ...]:
+    """What a token costs in each layer. Kept: a planner asks for every pipeline of the same model."""
     costs = [0.0] * shape.num_layers
     for spec in shape.base.parameters():  # adapters are too small to move a border
         if spec.layer is not None:
             costs[spec.layer] += 6.0 * matmul_parameters([spec], tied=False, active_share=shape.active_share)
     for index, layer in enumerate(shape.layers):
         costs[index] += attention_flops_per_token(shape.query_width, shape.value_width, sequence_length, layer.window)
-    head = 6.0 * shape.vocab_size * shape.hidden_size
-    return cut_stages(costs, ranks, embedding_cost=float(shape.hidden_size), head_cost=head)
+    return tuple(costs)
 
 
 def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
@@ -213,6 +221,9 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
     Raises:
         LayoutError: names the numbers and the nearest degree that works.
     """
+    if isinstance(shape, ForeignShape):
+        _check_foreign(shape, layout)
+        return
     stages_of(shape, layout, sequence_length)
     _check_tensor(shape, layout, sequence_length)
     _check_blocks(shape, layout)
@@ -226,6 +237,27 @@ def check(shape: ModelShape, layout: Layout, sequence_length: int) -> None:
             windows=windows,
             sequence_length=sequence_length,
         )
+
+
+UNKNOWN_TO_US = {
+    "tp": "which of its features and heads belong together",
+    "pp": "what goes from one of its layers to the next",
+    "cp": "how its tokens reach each other",
+    "ep": "how its tokens reach its experts",
+}
+"""Degrees that a foreign model cannot have, and what one would have to know of it to cut it so."""
+
+
+def _check_foreign(shape: ForeignShape, layout: Layout) -> None:
+    for degree, reason in UNKNOWN_TO_US.items():
+        if getattr(layout, degree) > 1:
+            raise LayoutError(
+                f"{shape.family} runs through transformers' own {shape.class_name}, of which we do not know {reason}",
+                field=f"layout.{degree}",
+                got=getattr(layout, degree),
+                allowed="1",
+                remedy="Lay it over data ranks instead: dp_replicate, dp_shard, zero_stage 0 to 3",
+            )
 
 
 def _check_blocks(shape: ModelShape, layout: Layout) -> None:

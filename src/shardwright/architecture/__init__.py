@@ -4,9 +4,21 @@ from shardwright.architecture.adapters import AdapterShape
 from shardwright.architecture.cut import cut
 from shardwright.architecture.experts import ExpertShape
 from shardwright.architecture.families import FAMILIES
+from shardwright.architecture.foreign import ForeignShape
 from shardwright.architecture.latent import LatentShape
-from shardwright.architecture.parameters import FilePiece, Init, Normal, Ones, ParameterSpec, Role, RowNorms, Uniform, Zeros
-from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config
+from shardwright.architecture.parameters import (
+    ByClass,
+    FilePiece,
+    Init,
+    Normal,
+    Ones,
+    ParameterSpec,
+    Role,
+    RowNorms,
+    Uniform,
+    Zeros,
+)
+from shardwright.architecture.reading import INERT_FIELDS, OFF_FIELDS, read_config, read_content
 from shardwright.architecture.recipe import shape_of
 from shardwright.architecture.shape import Activation, LayerShape, ModelShape, RopeShape
 
@@ -16,8 +28,10 @@ __all__ = [
     "OFF_FIELDS",
     "Activation",
     "AdapterShape",
+    "ByClass",
     "ExpertShape",
     "FilePiece",
+    "ForeignShape",
     "Init",
     "LatentShape",
     "LayerShape",
@@ -32,5 +46,6 @@ __all__ = [
     "Zeros",
     "cut",
     "read_config",
+    "read_content",
     "shape_of",
 ]

@@ -26,6 +26,7 @@ _PARTS = {
     "router": ("router", "balance_bias"),
     "norm": ("norm",),
     "head": ("head",),
+    "other": ("other",),
 }  # fmt: skip
 _LOOKED_UP = ("embedding", "positions")
 

@@ -39,11 +39,16 @@ class RowNorms:
 
 
 @dataclass(frozen=True)
+class ByClass:
+    """Values that only the code of a foreign model's class knows how to begin."""
+
+
+@dataclass(frozen=True)
 class Codes:
     """The bytes of another matrix's values in 4 bits."""
 
 
-Init = Codes | Normal | Ones | Zeros | Uniform | RowNorms
+Init = Codes | Normal | Ones | Zeros | Uniform | RowNorms | ByClass
 
 AdapterPart = Literal["lora_A", "lora_B", "lora_magnitude_vector"]
 
@@ -53,6 +58,7 @@ Role = Literal[
     "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm", "key_value",
     "gate", "up", "gate_up", "down",
     "router", "balance_bias", "expert_gate_up", "expert_down",
+    "other",
 ]  # fmt: skip
 
 
@@ -79,7 +85,8 @@ class FilePiece:
 class ParameterSpec:
     """One parameter of the decoder: its name and shape, what it is for, and its initial values.
 
-    `layer` is None outside the blocks. A bias carries the role of the module it belongs to.
+    `layer` is None outside the blocks. A bias carries the role of the module it belongs to; of a foreign model's parameters
+    only its class knows the role, and here they are `other`.
 
     `stored` is empty where a weights file holds the parameter under its own name. The parameters of a layer's experts are one
     tensor here, `[experts, sections x rows, columns]`, and many in a file: `stored` then names them, one pattern per section

@@ -83,7 +83,7 @@ def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
     Raises:
         ArchitectureError: no such file, an unknown family, or a field that we do not compute exactly, by name.
     """
-    content = dict(config) if isinstance(config, Mapping) else _read_file(Path(config))
+    content = read_content(config)
     family = content.get("model_type")
     reader = FAMILIES.get(family) if isinstance(family, str) else None
     if reader is None:
@@ -103,6 +103,15 @@ def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
     fields.refuse_rest(str(family), INERT_FIELDS)
     _check(shape)
     return shape
+
+
+def read_content(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """The fields of a config.json as they stand there; `config` as `read_config` takes it.
+
+    Raises:
+        ArchitectureError: no such file, or not one mapping.
+    """
+    return dict(config) if isinstance(config, Mapping) else _read_file(Path(config))
 
 
 def _family_remedy(family: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.architecture.reading import read_config
+from typing import Any
+
+from shardwright.architecture.reading import read_config, read_content
 from shardwright.architecture.shape import ModelShape
 from shardwright.architecture.targets import with_adapters
 from shardwright.config import Recipe
@@ -16,8 +18,13 @@ def shape_of(recipe: Recipe) -> ModelShape:
 
     A vocabulary that only the tokenizer knows is the size it is asked to have, or `STAND_IN_VOCABULARY`.
     """
+    return with_adapters(read_config(config_of(recipe)), recipe.adapters)
+
+
+def config_of(recipe: Recipe) -> dict[str, Any]:
+    """The fields of the model's config.json, with a vocabulary as `shape_of` has it."""
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
     assert config is not None  # the schema demands one of them
     if isinstance(config, dict) and "vocab_size" not in config:
         config = {**config, "vocab_size": recipe.tokenizer.vocab_size or STAND_IN_VOCABULARY}
-    return with_adapters(read_config(config), recipe.adapters)
+    return read_content(config)

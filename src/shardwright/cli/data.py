@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -15,11 +16,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.architecture import FAMILIES, read_config, read_content
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.progress import data_progress
 from shardwright.config import Recipe, load_recipe
 from shardwright.data.dataset import TokenDataset
-from shardwright.data.fit import prepare_for_model
+from shardwright.data.fit import ReadShape, prepare_for_model
 from shardwright.data.formats import KINDS
 from shardwright.data.order import SampleOrder
 from shardwright.data.prepare import Prepared
@@ -71,13 +73,24 @@ def data_command(
     """Show what the model will see: counts, lengths, broken records, and samples with the supervised tokens coloured."""
     checked = load_recipe(recipe, list(overrides or []))
     with data_progress() as on_progress:
-        _, prepared = prepare_for_model(checked, progress=on_progress)
+        _, prepared = prepare_for_model(checked, _reader_of(checked), progress=on_progress)
     length = run_length(checked, len(prepared.train), nproc)
     shown = show_samples(checked, prepared, "validation" if validation else "train", position, samples)
     if json_output:
         sys.stdout.write(json.dumps(as_json(checked, prepared, length, shown), ensure_ascii=False) + "\n")
     else:
         Console(highlight=False).print(render(checked, prepared, length, shown))
+
+
+def _reader_of(recipe: Recipe) -> ReadShape:
+    """How the model's shape is found; torch comes in only for one that our decoder does not know."""
+    config = recipe.model.config if recipe.model.config is not None else recipe.model.path
+    assert config is not None  # the schema demands one of them
+    if read_content(config).get("model_type") in FAMILIES:
+        return read_config
+    from shardwright.model.theirs import read_shape
+
+    return partial(read_shape, section=recipe.model)
 
 
 def run_length(recipe: Recipe, num_samples: int, num_ranks: int | None) -> RunLength:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.architecture import shape_of
+from shardwright.architecture import FAMILIES, ForeignShape, ModelShape, shape_of
+from shardwright.architecture.recipe import config_of
 from shardwright.cli.options import JsonOutput, Overrides
-from shardwright.config import load_recipe
+from shardwright.config import Recipe, load_recipe
 from shardwright.errors import CheckFailed, ExitCode, InputError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def verify_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from rich.console import Console
 
-    from shardwright.verify.cases import DTYPES, choose_cases, choose_layouts, cut_shape
+    from shardwright.verify.cases import DTYPES, choose_cases, choose_foreign_cases, choose_layouts, cut_shape
     from shardwright.verify.matrix import verify
     from shardwright.verify.pool import RankPool
 
@@ -73,7 +74,8 @@ def verify_command(
     if unknown:
         raise InputError("not a dtype to verify in", field="--dtype", got=unknown[0], allowed=" or ".join(DTYPES))
     chosen = choose_layouts(layouts or [], nproc, checked.layout)
-    shape = cut_shape(shape_of(checked), num_layers=num_layers, hidden_size=hidden_size)
+    shape = cut_shape(_read(checked), num_layers=num_layers, hidden_size=hidden_size)
+    cases = (choose_foreign_cases if isinstance(shape, ForeignShape) else choose_cases)(shape.tied_embeddings, full=full)
     console = Console(stderr=json_output)
     if checked.model.compile:
         console.print("model.compile is left out: blocks run as written")
@@ -82,7 +84,7 @@ def verify_command(
             checked,
             shape,
             chosen,
-            choose_cases(shape.tied_embeddings, full=full),
+            cases,
             [name for name in DTYPES if not dtype or name in dtype],
             sequence_length=sequence_length or min(32, checked.training.sequence_length),
             pool=pool,
@@ -96,6 +98,16 @@ def verify_command(
         if json_output:  # the report is the one object on standard output
             raise typer.Exit(ExitCode.CHECK_FAILED)
         raise CheckFailed(f"{len(failed)} of {len(report.cells)} cells differ from one process")
+
+
+def _read(recipe: Recipe) -> ModelShape:
+    """The recipe's model; of a family that our decoder does not know what transformers says of it."""
+    config = config_of(recipe)
+    if config.get("model_type") in FAMILIES:
+        return shape_of(recipe)
+    from shardwright.model.theirs import read_shape
+
+    return read_shape(config, recipe.model)
 
 
 def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) -> None:

@@ -26,6 +26,10 @@ class ModelSection(Section):
     """torch.compile each block."""
     loss_chunk_tokens: Positive = 1024
     """Tokens whose logits are held at a time by the chunked linear cross-entropy."""
+    dropout: Literal["config", "off"] = "config"
+    """`off` trains without the dropout that the model's config.json asks for."""
+    trust_remote_code: bool = False
+    """Let a model of an unknown family be made by the Python code in its own folder (`path`), which then runs as you."""
     freeze: tuple[str, ...] = ()
     """Parameters that keep their initial values, by name pattern (`*.bias`). A pattern that matches nothing is an error."""
 
@@ -35,6 +39,8 @@ class ModelSection(Section):
             raise ValueError("give either `path` (a Hugging Face folder) or `config` (its config.json inline), not both or neither")
         if self.init == "pretrained" and self.path is None:
             raise ValueError("`init: pretrained` needs `path`, the folder that holds the weights")
+        if self.trust_remote_code and self.path is None:
+            raise ValueError("`trust_remote_code` needs `path`, the folder that holds the code")
         return self
 
     @property

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from shardwright.architecture import ModelShape, read_config
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwright.architecture import ForeignShape, ModelShape, read_config
+from shardwright.architecture.targets import with_adapters
 from shardwright.config.schema import Recipe
 from shardwright.data.prepare import Prepared, Progress, prepare
+from shardwright.errors import RecipeError
 
-from shardwright.architecture.targets import with_adapters
 _ANY_VOCABULARY = 1 << 20
 """Stands in for the tokenizer's size while there is no tokenizer: more ids than any has."""
 
 
-def prepare_for_model(recipe: Recipe, *, progress: Progress | None = None) -> tuple[ModelShape, Prepared]:
-    """The model's shape and the data that fits it; an inline config without `vocab_size` takes the tokenizer's.
+ReadShape = Callable[[Mapping[str, Any] | str], ModelShape]
+"""A config.json's content, or the folder that holds it -> the model."""
+
+
+def prepare_for_model(
+    recipe: Recipe, read: ReadShape = read_config, *, progress: Progress | None = None
+) -> tuple[ModelShape, Prepared]:
+    """The model's shape, with its adapters, and the data that fits it; an inline config without `vocab_size` takes the tokenizer's.
+
+    Args:
+        read: `read_config` knows our own decoder's families only.
 
     Raises:
         InputError: the model is refused, the sequence is longer than its positions, a token id does not fit its vocabulary, or
@@ -21,14 +34,20 @@ def prepare_for_model(recipe: Recipe, *, progress: Progress | None = None) -> tu
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
     assert config is not None  # the schema demands one of them
     if isinstance(config, dict) and "vocab_size" not in config:
-        _read(recipe, {**config, "vocab_size": _ANY_VOCABULARY})
+        _read(recipe, {**config, "vocab_size": _ANY_VOCABULARY}, read)
         data = prepare(recipe, None, progress=progress)
-        return _read(recipe, {**config, "vocab_size": data.tokenizer.vocab_size}), data
-    shape = _read(recipe, config)
+        return _read(recipe, {**config, "vocab_size": data.tokenizer.vocab_size}, read), data
+    shape = _read(recipe, config, read)
     return shape, prepare(recipe, shape.vocab_size, progress=progress)
 
 
-def _read(recipe: Recipe, config: dict[str, object] | str) -> ModelShape:
-    shape = read_config(config)
+def _read(recipe: Recipe, config: dict[str, Any] | str, read: ReadShape) -> ModelShape:
+    shape = read(config)
     shape.check_sequence_length(recipe.training.sequence_length)
+    if isinstance(shape, ForeignShape) and recipe.adapters is not None:
+        raise RecipeError(
+            f"{shape.family} runs through transformers' {shape.class_name}, and which of its matrices take an adapter is not known",
+            field="adapters",
+            remedy="Leave adapters out and fine-tune it whole, or freeze a part of it (model.freeze)",
+        )
     return with_adapters(shape, recipe.adapters)

@@ -33,6 +33,11 @@ LossFunction = Callable[..., Tensor]
 ranks, `vocabulary` tells which of them these are."""
 
 
+RowLoss = Callable[[Callable[[Tensor], Tensor]], LossFunction]
+"""A loss that asks more of a token than its label. It is given the way from a tensor of whole rows `[B, T]` to that of the tokens
+whose hidden states it will see `[N]`, which a context rank has some of."""
+
+
 def full_logits_loss(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -234,6 +239,7 @@ class Decoder(nn.Module):
         stage: Stage | None = None,
         hidden_BTD: Tensor | None = None,
         row_weight: Tensor | float | None = None,
+        row_loss: RowLoss | None = None,
     ) -> Tensor:
         """Logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens' losses.
 
@@ -246,7 +252,7 @@ class Decoder(nn.Module):
         hidden states unless it has the head.
 
         `row_weight` marks a training step of a sparse model: what one row's router losses weigh in the gradient. Capacity then
-        bounds the experts, and `router_tally` takes what the routers did.
+        bounds the experts, and `router_tally` takes what the routers did. `row_loss` is taken in place of the token loss.
         """
         x_BTD = self.hidden(
             input_ids_BT,
@@ -260,8 +266,10 @@ class Decoder(nn.Module):
         )
         if stage is not None and not stage.head:
             return x_BTD
-        labels_BT = None if labels_BT is None else _at(labels_BT, self._places(input_ids_BT))
-        return self.output(x_BTD, labels_BT, cached=cache is not None)
+        places_T = self._places(input_ids_BT)
+        loss = None if row_loss is None else row_loss(lambda x_BT: _at(x_BT, places_T).flatten())
+        labels_BT = None if labels_BT is None else _at(labels_BT, places_T)
+        return self.output(x_BTD, labels_BT, cached=cache is not None, loss=loss)
 
     def hidden(
         self,
@@ -326,7 +334,9 @@ class Decoder(nn.Module):
         tensor = self.cuts.tensor
         return tensor.without_sequence() if tensor is not None and cached else tensor
 
-    def output(self, hidden_BTD: Tensor, labels_BT: Tensor | None, *, cached: bool = False) -> Tensor:
+    def output(
+        self, hidden_BTD: Tensor, labels_BT: Tensor | None, *, cached: bool = False, loss: LossFunction | None = None
+    ) -> Tensor:
         """The last norm's output to logits, or to the summed loss of its labels; `cached` as the pass that made it was."""
         shape, weight_VD, tensor = self.shape, self.head_weight.to(hidden_BTD.dtype), self._tensor(cached=cached)
         options: dict[str, Any] = {"logit_scale": shape.logit_scale, "soft_cap": shape.final_soft_cap}
@@ -338,7 +348,8 @@ class Decoder(nn.Module):
             return logits_BTV if vocabulary is None else vocabulary.whole(logits_BTV)
         if vocabulary is not None:
             options["vocabulary"] = vocabulary
-        return self.loss_function(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
+        loss = loss or self.loss_function
+        return loss(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
 
     def embed(self, input_ids_BT: Tensor, positions_BT: Tensor, tensor: TensorCut | None = None) -> Tensor:
         """Token (and learned position) embeddings of the residual stream in the compute precision, scaled."""

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from shardwright.architecture import FilePiece, ModelShape, ParameterSpec
+from shardwright.architecture import FilePiece, ForeignShape, ModelShape, ParameterSpec
 from shardwright.errors import InputError, RunFailed, WeightsError
 from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME
 
@@ -239,7 +239,8 @@ def _stored(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _config(shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | None) -> dict[str, Any]:
     """config.json: what was read, with what is true of this folder."""
     config = {key: value for key, value in shape.to_config().items() if key not in _STALE_FIELDS}
-    config |= {"architectures": [ARCHITECTURES[shape.family]], "model_type": shape.family, "dtype": DTYPES[dtype][1]}
+    class_name = shape.class_name if isinstance(shape, ForeignShape) else ARCHITECTURES[shape.family]
+    config |= {"architectures": [class_name], "model_type": shape.family, "dtype": DTYPES[dtype][1]}
     config["vocab_size"] = shape.vocab_size
     if tokenizer is not None:
         bos = tokenizer.prefix_ids[0] if tokenizer.prefix_ids else None

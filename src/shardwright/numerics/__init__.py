@@ -2,14 +2,17 @@
 
 from shardwright.numerics.ceiling import measure_matmul_flops_per_second
 from shardwright.numerics.clip import clip_, clip_coefficient, global_norm, scale_
-from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.loss import chunked_cross_entropy, token_losses
 from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
+from shardwright.numerics.preference import PairLosses, PreferenceTerms, preference_loss, response_log_probs
 from shardwright.numerics.recompute import recompute_runner
 from shardwright.numerics.vocabulary import VocabularyShard
 
 __all__ = [
     "Dtypes",
     "LossScaler",
+    "PairLosses",
+    "PreferenceTerms",
     "VocabularyShard",
     "chunked_cross_entropy",
     "clip_",
@@ -17,6 +20,9 @@ __all__ = [
     "dtypes",
     "global_norm",
     "measure_matmul_flops_per_second",
+    "preference_loss",
     "recompute_runner",
+    "response_log_probs",
     "scale_",
+    "token_losses",
 ]

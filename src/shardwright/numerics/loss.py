@@ -29,6 +29,7 @@ def chunked_cross_entropy(
     soft_cap: float | None = None,
     label_smoothing: float = 0.0,
     vocabulary: VocabularyShard | None = None,
+    weights_N: Tensor | None = None,
 ) -> Tensor:
     """Summed cross-entropy of the supervised tokens, in nats: a scalar in fp32 (fp64 for fp64 hidden states).
 
@@ -55,22 +56,56 @@ def chunked_cross_entropy(
         chunk_tokens: tokens whose logits are held at a time.
         label_smoothing: share of each target spread evenly over the whole vocabulary.
         vocabulary: which rows these are; None for all.
+        weights_N: what each token's loss is multiplied with, of either sign; no gradient goes to it. None is one for all.
 
     Source: Liger Kernel (Hsu et al. 2024) computes the gradient in the forward pass; torch.nn.functional.linear_cross_entropy
     (torch 2.13) likewise. Why not the latter: docs/decisions/0001-chunked-cross-entropy.md.
     """
-    hidden_SD, labels_S = _select_supervised(hidden_ND, labels_N)
+    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
     head = _Head(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_SD, weight_VD, bias_V, labels_S, chunk_tokens, head, torch.is_grad_enabled())
+    weights_S = weights_N if weights_N is None or index_S is None else weights_N.index_select(0, index_S)
+    grad_enabled = torch.is_grad_enabled()
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_SD, weight_VD, bias_V, labels_S, weights_S, chunk_tokens, head, grad_enabled)
     return loss
 
 
-def _select_supervised(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that carry a label. On CUDA this waits once for the device, which costs less than the logits of masked tokens."""
+@torch.no_grad()
+def token_losses(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    *,
+    chunk_tokens: int,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    vocabulary: VocabularyShard | None = None,
+) -> Tensor:
+    """Cross-entropy of every token in nats, `[N]`, without gradient; 0 where nothing is supervised. See `chunked_cross_entropy`."""
+    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
+    head = _Head(bias_V, logit_scale, soft_cap, 0.0, vocabulary)
+    weight_VD = weight_VD.to(hidden_SD.dtype)
+    losses_S = hidden_SD.new_zeros(len(labels_S), dtype=torch.promote_types(hidden_SD.dtype, torch.float32))
+    buffers = _Buffers.allocate(min(chunk_tokens, len(labels_S)), weight_VD, raise_logits=not head.is_plain)
+    for start in range(0, len(labels_S), chunk_tokens):
+        hidden_CD, labels_C1 = hidden_SD[start : start + chunk_tokens], labels_S[start : start + chunk_tokens].unsqueeze(1)
+        chunk = buffers.first(hidden_CD.shape[0])
+        torch.mm(hidden_CD, weight_VD.T, out=chunk.logits_CV)
+        losses_S[start : start + chunk_tokens] = head.measure(chunk, labels_C1)
+    if index_S is None:
+        return losses_S
+    return losses_S.new_zeros(len(labels_N)).index_copy(0, index_S, losses_S)
+
+
+def _select_supervised(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows that carry a label, and which these are; None for all.
+
+    On CUDA this waits once for the device, which costs less than the logits of masked tokens.
+    """
     index_S = (labels_N != IGNORED).nonzero().squeeze(1)
     if index_S.numel() == labels_N.numel():
-        return hidden_ND, labels_N
-    return hidden_ND.index_select(0, index_S), labels_N.index_select(0, index_S)
+        return hidden_ND, labels_N, None
+    return hidden_ND.index_select(0, index_S), labels_N.index_select(0, index_S), index_S
 
 
 @dataclass(frozen=True)
@@ -117,7 +152,7 @@ class _Head:
         return self.bias_V is None and self.logit_scale == 1.0 and self.soft_cap is None
 
     def measure(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
-        """Summed loss of a chunk; leaves log-probabilities behind."""
+        """Losses of a chunk's tokens, `[C]`; leaves log-probabilities behind."""
         if chunk.raised_CV.dtype != chunk.logits_CV.dtype:
             chunk.raised_CV.copy_(chunk.logits_CV)
         if self.bias_V is not None:
@@ -129,17 +164,17 @@ class _Head:
         torch.log_softmax(chunk.raised_CV, dim=1, dtype=chunk.probs_CV.dtype, out=chunk.probs_CV)
         if self.vocabulary is not None:
             return self._measure_shard(self.vocabulary, chunk, labels_C1)
-        loss = -chunk.probs_CV.gather(1, labels_C1).sum()
+        loss_C = -chunk.probs_CV.gather(1, labels_C1).squeeze(1)
         if self.label_smoothing:
-            loss = (1.0 - self.label_smoothing) * loss - self.label_smoothing * chunk.probs_CV.mean(1).sum()
-        return loss
+            loss_C = (1.0 - self.label_smoothing) * loss_C - self.label_smoothing * chunk.probs_CV.mean(1)
+        return loss_C
 
     def _measure_shard(self, vocabulary: VocabularyShard, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
         """The same where this rank has some rows only: the log-probabilities so far are among those."""
         rows_C1, own_C1 = vocabulary.local_labels(labels_C1, chunk.probs_CV.shape[1])
         target_C1 = torch.where(own_C1, chunk.raised_CV.gather(1, rows_C1).to(chunk.probs_CV.dtype), 0.0)
         target_C, mean_C = vocabulary.normalise(chunk.raised_CV, chunk.probs_CV, target_C1, smoothed=self.label_smoothing > 0.0)
-        return -((1.0 - self.label_smoothing) * target_C + self.label_smoothing * mean_C).sum()
+        return -((1.0 - self.label_smoothing) * target_C + self.label_smoothing * mean_C)
 
     def differentiate(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
         """d loss / d product, in place of the log-probabilities: softmax - target, back through cap (1 - tanh^2) and scale."""
@@ -169,6 +204,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         labels_S: Tensor,
+        weights_S: Tensor | None,
         chunk_tokens: int,
         head: _Head,
         grad_enabled: bool,
@@ -191,10 +227,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden_CD, labels_C1 = hidden_SD[start : start + chunk_tokens], labels_S[start : start + chunk_tokens].unsqueeze(1)
             chunk = buffers.first(hidden_CD.shape[0])
             torch.mm(hidden_CD, product_weight_VD.T, out=chunk.logits_CV)
-            loss += head.measure(chunk, labels_C1)
+            loss_C = head.measure(chunk, labels_C1)
+            weights_C = None if weights_S is None else weights_S[start : start + chunk_tokens].to(sum_dtype)
+            loss += loss_C.sum() if weights_C is None else loss_C @ weights_C
             if not any(wanted):
                 continue
             grad_CV = head.differentiate(chunk, labels_C1)
+            if weights_C is not None:
+                grad_CV *= weights_C.unsqueeze(1)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             if compute_dtype != sum_dtype:
@@ -221,4 +261,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if stored is None else stored.mul_(grad_loss).to(dtype)
             for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)

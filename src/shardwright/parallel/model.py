@@ -141,7 +141,7 @@ class ParallelModel:
 
         def hook_input(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
             nonlocal hooked
-            if arguments[0].requires_grad:
+            if arguments and isinstance(arguments[0], Tensor) and arguments[0].requires_grad:
                 hooked = True
                 arguments[0].register_hook(lambda _gradient: call())
 

@@ -29,7 +29,9 @@ def replicate(
         apart: names of parameters that are not summed over `group`.
     """
     # PyTorch has no public way to leave parameters to somebody else; this one stands in DDP's own tests.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(apart))
+    # Buffers, which only foreign models have, are computed alike on every rank: DDP need not send them.
+    ignored = [*apart, *(name for name, _ in module.named_buffers())]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     wrapped = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,

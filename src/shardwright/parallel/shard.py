@@ -63,7 +63,7 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
     # Where FSDP2 has a second mesh for the experts it takes no reduce-scatter but its own.
     reduction_blocks = mesh.device_type == "cpu" and layout.ep == 1
     free = layout.zero_stage == 3
-    final_norm = getattr(decoder.root, decoder.shape.names.final_norm, None)
+    final_norm = decoder.final_norm
     runs: list[list[FSDPModule]] = []
     for blocks in _blocks_by_stage(decoder, stages):
         runs.append([])
@@ -75,7 +75,7 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
             mark_gathers(members, reduces=reduction_blocks)
             runs[-1].append(_as_fsdp(members[0]))
     groups = [group for run in runs for group in run]
-    root_is_read_backward = not _is_chunked(decoder.loss_function)
+    root_is_read_backward = decoder.reads_root_backward or not _is_chunked(decoder.loss_function)
     wrap(decoder, reshard_after_forward=free and not root_is_read_backward)
     mark_gathers([decoder], reduces=reduction_blocks)
     root = _as_fsdp(decoder)

@@ -8,23 +8,27 @@ from itertools import islice
 
 import torch
 
-from shardwright.data.loader import MicroBatch, evaluation_micro_batches
+from shardwright.data.loader import evaluation_micro_batches
 from shardwright.parallel import ParallelModel
 from shardwright.train.preflight import Checked
+from shardwright.train.step import TOKENS, Objective
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`loss` in nats per supervised token, over `tokens` of them on all ranks."""
+    """`loss` in nats per supervised token (of preferences per pair), over `tokens` of them on all ranks."""
 
     loss: float
     tokens: int
 
 
-def evaluate(checked: Checked, model: ParallelModel, data_rank: int, abandon: Callable[[], bool]) -> Evaluated | None:
+def evaluate(
+    checked: Checked, model: ParallelModel, data_rank: int, abandon: Callable[[], bool], objective: Objective = TOKENS
+) -> Evaluated | None:
     """The mean loss of the current weights; every rank calls this and gets the same.
 
     Args:
+        objective: what is learned; the loss is per thing that it counts.
         abandon: asked before every batch, answered alike on every rank; True ends the evaluation without a result.
     """
     assert checked.data.validation is not None
@@ -32,7 +36,7 @@ def evaluate(checked: Checked, model: ParallelModel, data_rank: int, abandon: Ca
     if section.micro_batch_size is not None:
         batch_plan = replace(batch_plan, micro_batch_size=section.micro_batch_size)
     loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
-    num_supervised = 0
+    num_supervised = num_counted = 0
     model.decoder.eval()
     try:
         with model.evaluating():
@@ -42,9 +46,11 @@ def evaluate(checked: Checked, model: ParallelModel, data_rank: int, abandon: Ca
             while here := list(islice(batches, at_once)):
                 if abandon():
                     return None
-                loss_sum += model.losses(here, MicroBatch.arguments)
+                loss_sum += model.losses(here, objective.arguments)
                 num_supervised += sum(batch.num_supervised for batch in here)
+                num_counted += sum(objective.count(batch) for batch in here)
     finally:
         model.decoder.train()
-    tokens = int(model.sum_over_batch(torch.tensor(num_supervised, dtype=torch.int64, device=model.device)))
-    return Evaluated(float(model.sum_over_data(loss_sum)) / max(1, tokens), tokens)
+    numbers = torch.tensor([num_supervised, num_counted], dtype=torch.int64, device=model.device)
+    tokens, count = map(int, model.sum_over_batch(numbers))
+    return Evaluated(float(model.sum_over_data(loss_sum)) / max(1, count), tokens)

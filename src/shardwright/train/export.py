@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import CheckFailed
 from shardwright.model.export import MAX_SHARD_BYTES, ExportedFolder, write_folder
+from shardwright.model.theirs import load_folder
 from shardwright.train.source import ModelSource, load_decoder
 
 logger = logging.getLogger(__name__)
@@ -80,13 +80,10 @@ def check_with_transformers(folder: Path, expected_BTV: Tensor) -> float:
         CheckFailed: transformers misses a tensor, finds one too many, or computes other logits.
     """
     gc.collect()  # our decoder goes before theirs comes: a model in memory once, not twice
-    from transformers import AutoModelForCausalLM
-
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, loading = load_folder(folder)
     except Exception as error:  # whatever their constructors and validators raise, the folder is not what its users need
         raise CheckFailed(f"transformers cannot load the folder: {error}") from error
-    model, loading = loaded
     faults = [f"{kind}: {', '.join(map(str, found))}" for kind, found in loading.items() if found]
     if faults:
         raise CheckFailed(f"transformers does not find the tensors that it wants: {'; '.join(faults)}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,20 +23,51 @@ from shardwright.parallel import ParallelModel
 from shardwright.train.experts import move_balance_biases
 
 
+class Objective(Protocol):
+    """What is learned of a micro-batch: how the decoder is called for its summed loss, and what that sum is divided by."""
+
+    def arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """What the decoder is called with, by name; the batch is on the device."""
+        ...
+
+    def count(self, batch: MicroBatch) -> int:
+        """How many things were learned, whose global number over a step is the one normaliser."""
+        ...
+
+
+class TokenObjective:
+    """The supervised tokens: their cross-entropy, divided by their number."""
+
+    def arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """Ids, positions, documents and labels."""
+        return batch.arguments()
+
+    def count(self, batch: MicroBatch) -> int:
+        """Supervised tokens."""
+        return batch.num_supervised
+
+
+TOKENS = TokenObjective()
+
+
 @dataclass(frozen=True)
 class StepLoss:
     """What the forward passes of one step gave, summed over all ranks and micro-batches."""
 
     loss_sum: Tensor
-    """Sum of the supervised tokens' losses in nats, a scalar on the device (reading it waits for the device)."""
+    """Sum of the losses (of the supervised tokens, in nats), a scalar on the device (reading it waits for the device)."""
     supervised_tokens: Tensor
     """Their number, a scalar on the device."""
     routers: Tensor | None = None
     """What the routers of a sparse model did, as `RouterTally.take` has it, on the device."""
 
+    count: Tensor | None = None
+    """What the sum is divided by where that is not the supervised tokens: pairs."""
+
     def mean(self) -> float:
-        """Loss per supervised token, in nats."""
-        return float(self.loss_sum / self.supervised_tokens.clamp(min=1))
+        """Loss per supervised token in nats, or per pair."""
+        count = self.supervised_tokens if self.count is None else self.count
+        return float(self.loss_sum / count.clamp(min=1))
 
 
 @dataclass(frozen=True)
@@ -110,8 +141,12 @@ class StepTimes:
 
 def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """Supervised tokens of a step over all its micro-batches and all ranks: an int64 scalar on the device."""
-    tokens = torch.tensor(sum(batch.num_supervised for batch in micro_batches), dtype=torch.int64, device=model.device)
-    return model.sum_over_batch(tokens)
+    return _count(model, micro_batches, TOKENS)
+
+
+def _count(model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
+    number = sum(objective.count(batch) for batch in micro_batches)
+    return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
 
 
 def accumulate_gradients(
@@ -122,12 +157,14 @@ def accumulate_gradients(
     step: int,
     loss_scale: float = 1.0,
     times: StepTimes | None = None,
+    objective: Objective = TOKENS,
 ) -> StepLoss:
     """Forward and backward of a step's micro-batches: gradients are those of loss_sum / supervised_tokens, times `loss_scale`.
 
-    One normaliser: the supervised tokens of all micro-batches of all ranks are counted first, every summed loss is divided by
-    that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens change the result. A sparse
-    model's router losses are added as means over the step's rows, times `loss_scale`; where nothing is supervised nothing is.
+    One normaliser: the supervised tokens (or pairs) of all micro-batches of all ranks are counted first, every summed loss is
+    divided by that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens change the
+    result. A sparse model's router losses are added as means over the step's rows, times `loss_scale`; where nothing is supervised
+    nothing is.
 
     Args:
         micro_batches: this rank's, the same number on every rank.
@@ -135,12 +172,14 @@ def accumulate_gradients(
         step: the optimizer step, for dropout.
         loss_scale: for fp16; divided out in `update`.
         times: gets the marks of forward, backward and the reduction that nothing hides.
+        objective: what is learned.
     """
     times = times or StepTimes(torch.device("cpu"))
     times.start()
     tokens = count_supervised(model, micro_batches)
+    count = tokens if objective is TOKENS else _count(model, micro_batches, objective)
     # Where nothing is supervised the sum is zero, and so are its gradients: dividing by one keeps them zero and not nan.
-    scale = loss_scale / tokens.clamp(min=1).to(torch.float64)
+    scale = loss_scale / count.clamp(min=1).to(torch.float64)
     routing: dict[str, Tensor] = {}
     if model.decoder.shape.experts is not None:
         num_rows = sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks
@@ -148,14 +187,14 @@ def accumulate_gradients(
 
     def arguments(batch: MicroBatch) -> dict[str, Any]:
         dropout = DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None
-        return batch.arguments() | routing | {"dropout": dropout}
+        return objective.arguments(batch) | routing | {"dropout": dropout}
 
     loss_sum = model.differentiate(micro_batches, arguments, scale, times.mark)
     model.finish_gradients()
     loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
     routers = _sum_routers(model)
     times.mark("reduction")
-    return StepLoss(loss_sum, tokens, routers)
+    return StepLoss(loss_sum, tokens, routers, count)
 
 
 def _sum_routers(model: ParallelModel) -> Tensor | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from shardwright.architecture import ModelShape
+from shardwright.architecture import ForeignShape, ModelShape
 from shardwright.config.layout import LayoutSection
 from shardwright.config.load import parse_layout
 from shardwright.config.schema import RecomputeKind
@@ -58,7 +58,9 @@ class Case:
         return ExpertRules(0.5, 0.1, self.capacity_factor, bias_update_rate=0.02)
 
     def shape(self, shape: ModelShape) -> ModelShape:
-        """The model's shape in this case."""
+        """The model's shape in this case; a foreign one is what its class makes it."""
+        if isinstance(shape, ForeignShape):
+            return shape
         rate = DROPOUT if self.dropout else 0.0
         return replace(shape, tied_embeddings=self.tied, embedding_dropout=rate, attention_dropout=rate, residual_dropout=rate)
 
@@ -80,6 +82,21 @@ def choose_cases(tied: bool, *, full: bool) -> list[Case]:
         Case(2, "selective", not tied, dropout=True),
         Case(3, "full", tied, dropout=False),
     ]
+
+
+def choose_foreign_cases(tied: bool, *, full: bool) -> list[Case]:
+    """Cases for a foreign model, whose ties and dropout are its own: three, or the whole product.
+
+    >>> [str(case) for case in choose_foreign_cases(True, full=False)][1]
+    'accumulation 2, selective recompute, tied, documents'
+    """
+    recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")
+    if full:
+        return [
+            Case(accumulation, recompute, tied, documents=documents)
+            for accumulation, recompute, documents in product((1, 2, 3), recomputes, (False, True))
+        ]
+    return [Case(number, recompute, tied, documents=number > 1) for number, recompute in enumerate(recomputes, start=1)]
 
 
 def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -> list[Layout]:
@@ -141,6 +158,13 @@ def cut_shape(shape: ModelShape, *, num_layers: int | None = None, hidden_size: 
 
     A head keeps its size, and groups of query heads to a key-value head keep theirs.
     """
+    if isinstance(shape, ForeignShape) and (num_layers is not None or hidden_size is not None):
+        raise ArchitectureError(
+            f"a {shape.family} model runs through transformers' class and is not cut down here",
+            field="--num-layers" if num_layers is not None else "--hidden-size",
+            got=num_layers if num_layers is not None else hidden_size,
+            remedy="Give a smaller config.json inline (model.config)",
+        )
     if num_layers is not None:
         if num_layers > shape.num_layers:
             raise ArchitectureError(

@@ -18,7 +18,7 @@ from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch, step_micro_batches
 from shardwright.layout import Layout, RankGrid
-from shardwright.model import Decoder
+from shardwright.model.foreign import build_decoder
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
@@ -167,7 +167,7 @@ def _build(problem: Problem, layout: Layout) -> ParallelModel:
     """The model as the trainer builds it, from the meta device."""
     shape = problem.case.shape(problem.shape)
     with torch.device("meta"):
-        decoder = Decoder(
+        decoder = build_decoder(
             shape,
             attention="explicit" if problem.attention == "explicit" else "auto",
             loss_function=partial(chunked_cross_entropy, chunk_tokens=_CHUNK_TOKENS),

@@ -1,0 +1,97 @@
+"""Models that our decoder does not know: the gradients of one process under every layout they can have; resumed, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwright.cli.main import run as shardwright
+from shardwright.errors import ExitCode
+from shardwright.layout import Layout
+from shardwright.model.theirs import read_shape
+from shardwright.telemetry.events import read_events, surviving_steps
+from shardwright.verify.cases import Case, choose_foreign_cases
+from shardwright.verify.matrix import verify
+from tests.multiprocess.models import recipe_of
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_checkpoint_resume import train_some
+from tests.unit.model.foreign_models import FOREIGN
+
+LAYOUTS = [
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2, zero_stage=1),
+    Layout(dp_shard=2, zero_stage=2),
+    Layout(dp_shard=2, zero_stage=3),
+    Layout(dp_replicate=2, dp_shard=2, zero_stage=2),
+    Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+]
+
+
+def prove(ranks: RankPool, family: str, layouts: list[Layout], cases: list[Case], dtypes: list[Any]) -> None:
+    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
+    assert recipe.model.config is not None
+    report = verify(recipe, read_shape(recipe.model.config, recipe.model), layouts, cases, dtypes, sequence_length=12, pool=ranks)
+    failed = [
+        (str(c.layout), str(c.case), c.failure or [f for f in c.findings if not f.passed]) for c in report.cells if not c.passed
+    ]
+    assert report.passed, failed
+
+
+# Learned positions, tied; rotary positions and a head with a bias; no attention at all; logits scaled behind the head.
+@pytest.mark.parametrize(
+    ("family", "layout", "case"),
+    [
+        ("opt", Layout(dp_shard=2, zero_stage=3), Case(2, "full", tied=True)),
+        ("opt", Layout(dp_replicate=2), Case(1, "none", tied=True)),
+        ("phi", Layout(dp_shard=2, zero_stage=2), Case(2, "selective", tied=False)),
+        ("phi", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(1, "none", tied=False, documents=False)),
+        ("mamba", Layout(dp_shard=2, zero_stage=1), Case(2, "none", tied=True)),
+        ("mamba", Layout(dp_shard=2, zero_stage=3), Case(1, "full", tied=True)),
+        ("cohere", Layout(dp_shard=2, zero_stage=3), Case(1, "selective", tied=True)),
+    ],
+    ids=str,
+)
+def test_layouts_give_the_gradients_of_one_process(ranks: RankPool, family: str, layout: Layout, case: Case) -> None:
+    prove(ranks, family, [layout], [case], ["float64"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(FOREIGN))
+def test_every_layout_of_every_family(ranks: RankPool, family: str) -> None:
+    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
+    assert recipe.model.config is not None
+    tied = read_shape(recipe.model.config, recipe.model).tied_embeddings
+    prove(ranks, family, LAYOUTS, choose_foreign_cases(tied, full=True), ["float64"])
+
+
+CHAIN = [(2, "dp_shard=2,zero_stage=3"), (1, "dp_replicate=1"), (2, "dp_replicate=2")]
+
+
+def test_a_run_changes_its_layout_and_is_exported(ranks: RankPool, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(30) for b in range(10)))
+    config = {key: value for key, value in FOREIGN["phi"].items() if key != "vocab_size"}
+    told = {
+        "model": {"config": config},
+        "tokenizer": {"kind": "bpe", "vocab_size": 270},
+        "data": {"sources": str(corpus), "packing": "documents", "cache_dir": str(tmp_path / "cache")},
+        "training": {"sequence_length": 16, "global_batch_size": 4, "max_steps": 2 * len(CHAIN), "learning_rate": 1e-2},
+        "run": {"device": "cpu"},
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(told))
+    ranks.run(1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", 2 * len(CHAIN) + 1, False)
+    for number, (num_ranks, layout) in enumerate(CHAIN):
+        ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0)
+    ours, whole = (surviving_steps(read_events(tmp_path / name)) for name in ("run", "whole"))
+    assert len(ours) == 2 * len(CHAIN)
+    for step, other in zip(ours, whole, strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=2e-5), step.step
+    assert ours[-1].loss < ours[0].loss - 0.1
+    # transformers loads it with our logits, or the export fails.
+    assert shardwright(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "fp32"]) == ExitCode.DONE
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["PhiForCausalLM"]

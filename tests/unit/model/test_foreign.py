@@ -1,0 +1,134 @@
+"""Models behind the decoder's interface: what is read of them, what is refused, and documents taken apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwright import placement
+from shardwright.architecture import ByClass, ForeignShape, Normal, Ones, Zeros
+from shardwright.config.model import ModelSection
+from shardwright.errors import ArchitectureError, LayoutError
+from shardwright.layout import Layout
+from shardwright.model.foreign import build_decoder, take_apart
+from shardwright.model.load import WeightsFolder
+from shardwright.model.theirs import read_shape
+from shardwright.numerics import chunked_cross_entropy
+from tests.unit.model.foreign_models import FOREIGN
+
+
+def read(family: str, **changes: Any) -> ForeignShape:
+    config = FOREIGN[family] | changes
+    shape = read_shape(config, ModelSection(config=config, dropout="off"))
+    assert isinstance(shape, ForeignShape)
+    return shape
+
+
+def loss(*arguments: Any, **options: Any) -> Tensor:
+    return chunked_cross_entropy(*arguments, chunk_tokens=5, **options)
+
+
+def saved(family: str, folder: Path) -> Any:
+    """transformers' model with values of its own choice, saved."""
+    torch.manual_seed(0)
+    config = {key: value for key, value in FOREIGN[family].items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", sorted(FOREIGN))
+def test_losses_of_packed_documents_are_those_of_each_alone(family: str, tmp_path: Path) -> None:
+    theirs = saved(family, tmp_path)
+    shape = read_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off"))
+    folder = WeightsFolder(tmp_path)
+    folder.check(shape)
+    with torch.device("meta"):
+        decoder = build_decoder(shape, loss_function=loss)
+    decoder = decoder.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(folder.read(name))
+    ids_BT = torch.randint(0, 61, (2, 12))
+    documents_BT = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
+    labels_BT = ids_BT.roll(-1, 1)
+    labels_BT[0, [4, 8, 11]] = -100
+    labels_BT[0, 9:] = -100  # the third document supervises nothing
+    expected = torch.zeros(())
+    for row, here in ((0, slice(0, 5)), (0, slice(5, 9)), (1, slice(0, 12))):
+        logits_SV = theirs(ids_BT[row : row + 1, here]).logits[0]
+        expected = expected + F.cross_entropy(logits_SV, labels_BT[row, here], reduction="sum", ignore_index=-100)
+    with torch.no_grad():
+        found = decoder(ids_BT, document_ids_BT=documents_BT, labels_BT=labels_BT)
+        whole_BTV = decoder(ids_BT, document_ids_BT=documents_BT)
+    torch.testing.assert_close(found, expected.detach(), rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(whole_BTV[0, 5:9], theirs(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_read_of_a_class() -> None:
+    shape = read("opt")
+    by_name = {spec.name: spec for spec in shape.parameters()}
+    assert shape.tied == {"lm_head.weight": "model.decoder.embed_tokens.weight"}
+    assert "lm_head.weight" not in by_name
+    assert by_name["model.decoder.embed_tokens.weight"].init == Normal(0.02, 0)
+    assert by_name["model.decoder.layers.1.fc1.bias"].init == Zeros()
+    assert by_name["model.decoder.layers.1.final_layer_norm.weight"].init == Ones()
+    assert by_name["model.decoder.layers.1.fc1.weight"].layer == 1
+    assert by_name["model.decoder.final_layer_norm.weight"].layer is None
+    assert {s.name.split(".")[-1] for s in read("mamba").parameters() if isinstance(s.init, ByClass)} == {"A_log", "D"}
+    assert read("phi").plain_head
+    assert not read("cohere").plain_head  # it scales its logits
+
+
+@pytest.mark.parametrize(
+    ("config", "section", "message"),
+    [
+        ({"model_type": "no_such_model"}, {}, "neither our decoder nor transformers knows"),
+        (FOREIGN["opt"] | {"dropout": 0.1}, {}, r"model.dropout: .*dropout: 0.1.*model.dropout: off"),
+        (FOREIGN["opt"] | {"layerdrop": 0.1}, {}, "layerdrop: 0.1"),
+        ({"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2}, {}, "is_decoder: without this"),
+        ({"model_type": "bart"}, {}, "is_encoder_decoder"),
+        (FOREIGN["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "quantization_config"),
+        (FOREIGN["phi"] | {"hidden_act": "no_such_activation"}, {}, "transformers cannot build it"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_exactly_is_refused(config: dict[str, Any], section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArchitectureError, match=message):
+        read_shape(config, ModelSection(config=config, **section))
+
+
+def test_code_in_the_folder_wants_a_flag(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
+    (tmp_path / "own.py").write_text("raise RuntimeError('this must not run')")
+    with pytest.raises(ArchitectureError, match=r"model.trust_remote_code: this model is made by Python code"):
+        read_shape(tmp_path, ModelSection(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("degree", ["tp", "pp", "cp", "ep"])
+def test_cuts_that_need_to_know_its_inside_are_refused(degree: str) -> None:
+    dp_shard = 2 if degree == "ep" else 1
+    layout = Layout(**{degree: 2, "dp_shard": dp_shard, "zero_stage": 3 if dp_shard > 1 else 0})
+    with pytest.raises(
+        LayoutError, match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM, of which we do not know"
+    ):
+        placement.check(read("opt"), layout, 16)
+
+
+def test_documents_without_supervision_are_left_out_but_one_row_stays() -> None:
+    documents_BT = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    labels_BT = torch.tensor([[-100, -100, 5, 6, -100, -100]])
+    places = take_apart(documents_BT, labels_BT)
+    assert places.rows(torch.arange(6)[None], 0).tolist() == [[2, 3, 4]]
+    assert places.rows(labels_BT, -100).tolist() == [[5, 6, -100]]
+    nothing = take_apart(documents_BT, torch.full((1, 6), -100))
+    assert nothing.rows(torch.arange(6)[None], 9).tolist() == [[0, 1]]
+    everything = take_apart(documents_BT, None)
+    assert everything.rows(torch.arange(6)[None], 9).tolist() == [[0, 1, 9], [2, 3, 4], [5, 9, 9]]
+    assert everything.back(everything.rows(torch.arange(6)[None], 9)[..., None]).flatten().tolist() == list(range(6))
