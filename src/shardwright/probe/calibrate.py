@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -178,7 +178,7 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
     products: dict[ProductShape, list[float]] = {}
     for rate in rates["products"]:
         products.setdefault((rate["precision"], rate["m"], rate["n"], rate["k"]), []).append(rate["flops_per_second"])
-    collectives: dict[tuple[Any, ...], float] = {}
+    collectives: dict[tuple[CollectiveKind, int, int, int], float] = {}
     for rate in rates["collectives"]:
         key = (rate["kind"], rate["num_ranks"], rate["ranks_per_node"], rate["message_bytes"])
         collectives[key] = max(collectives.get(key, 0.0), rate["seconds"])

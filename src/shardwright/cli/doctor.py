@@ -1,0 +1,180 @@
+"""`shardwright doctor`: is this cluster, or this recipe, fit for a long run?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from shardwright.cli.options import JsonOutput, Overrides
+from shardwright.config import load_recipe
+from shardwright.config.layout import LayoutSection
+from shardwright.config.load import parse_layout
+from shardwright.errors import CheckFailed, ExitCode, InputError
+from shardwright.layout import Layout, resolve_layout
+from shardwright.train.ranks import find_ranks
+
+if TYPE_CHECKING:
+    from shardwright.config import Recipe
+    from shardwright.probe.doctor import Diagnosis
+    from shardwright.probe.examination import Order
+    from shardwright.probe.finding import Finding
+
+
+def doctor_command(
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc", min=1, help="Ranks to start on this machine; default one per GPU, or two on a CPU.", show_default=False
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="Examine its layout's groups and its folders.", show_default=False)
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            metavar="DEGREES",
+            help="Whose groups exchange, e.g. tp=2,dp_shard=4; default all ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", metavar="OUT", help="Write a measured profile for `plan --profile OUT`.", show_default=False),
+    ] = None,
+    checklist: Annotated[
+        Path | None,
+        typer.Option(
+            "--checklist", metavar="RECIPE", help="Check a recipe instead: all that a long run needs.", show_default=False
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that a peer or a measurement may take.")] = 60.0,
+    json_output: JsonOutput = False,
+) -> None:
+    """Examine software, devices, hosts, links and peers, each line pass, warn or fail; exit code 1 on fail.
+
+    Starts ranks here, or is one of torchrun's or srun's, on as many nodes as they have.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError("not a kind of device", field="--device", got=device, allowed="auto, cpu or cuda")
+    if checklist is not None:
+        if recipe is not None or calibrate is not None:
+            other = "--recipe" if recipe is not None else "--calibrate"
+            raise InputError("a checklist measures nothing", field="--checklist", got=other, remedy="Give one of the two")
+        _check_recipe(checklist, overrides, layout, nproc, json_output=json_output)
+        return
+    if overrides and recipe is None:
+        raise InputError("changes a recipe, and none is given", field="--set", remedy="Add --recipe")
+    checked = None if recipe is None else load_recipe(recipe, overrides or [], layout)
+    section = _section(checked, layout)
+    ranks = find_ranks()
+    if ranks is not None and nproc not in (None, ranks.world_size):
+        raise InputError(
+            f"a launcher has started {ranks.world_size} ranks already", field="--nproc", got=nproc, remedy="Leave --nproc out"
+        )
+    world_size = ranks.world_size if ranks else nproc or _usual_ranks(section, device)
+    degrees = _resolve(section, world_size)
+    # Torch comes in only now: a wrong recipe is told at once.
+    from shardwright.probe.calibrate import order_of
+    from shardwright.probe.doctor import examine
+
+    kind = cast(Literal["auto", "cpu", "cuda"], device)
+    order = order_of(checked, degrees, device=kind, timeout_seconds=timeout, calibrates=calibrate is not None)
+    diagnosis = examine(order, world_size)
+    if diagnosis is None:  # rank 0 tells
+        return
+    if ranks is not None and ranks.rank != 0:
+        # This rank could not reach rank 0, so nobody else can say so.
+        raise CheckFailed("; ".join(f"{f.value}. {f.remedy}" for f in diagnosis.findings if f.verdict == "fail"))
+    _tell(diagnosis, order, calibrate, json_output=json_output)
+
+
+def _section(recipe: Recipe | None, layout: str | None) -> LayoutSection | None:
+    """The layout that is asked for; None where every rank is simply one of a group of all."""
+    if recipe is not None:
+        if recipe.layout.auto:
+            raise InputError(
+                "`auto` is not chosen yet",
+                field="layout",
+                got="auto",
+                remedy="Name the degrees to examine (--layout), or calibrate first and let `plan` choose",
+            )
+        return recipe.layout
+    return None if layout is None else LayoutSection.model_validate(parse_layout(layout))
+
+
+def _usual_ranks(section: LayoutSection | None, device: str) -> int:
+    """One per GPU; on a CPU as many as the layout takes, two at least where there are two cores."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    least = min(2, cores)
+    if section is None:
+        return least
+    model = section.tp * section.pp * section.cp
+    stated = model * (section.dp_replicate or 1) * (section.dp_shard or 1)
+    return stated if stated >= least else stated * least
+
+
+def _resolve(section: LayoutSection | None, world_size: int) -> Layout:
+    if section is None:
+        return Layout(dp_shard=world_size, zero_stage=3) if world_size > 1 else Layout()
+    return resolve_layout(section, world_size)
+
+
+def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, json_output: bool) -> None:
+    from rich.console import Console
+
+    from shardwright.cli.doctor_table import show
+    from shardwright.hardware import save_profile
+    from shardwright.probe.calibrate import profile_of
+
+    console = Console(stderr=json_output)
+    told = diagnosis.as_dict()
+    show(diagnosis.findings, console)
+    if calibrate is not None:
+        profile = profile_of(diagnosis, order)
+        try:
+            calibrate.parent.mkdir(parents=True, exist_ok=True)
+            save_profile(profile, calibrate)
+        except OSError as error:
+            raise InputError(f"cannot be written: {error.strerror}", field="--calibrate", got=str(calibrate)) from error
+        told |= {"profile": str(calibrate)}
+        count = f"{len(profile.matmuls)} products and {len(profile.collectives)} collectives"
+        console.print(f"{count} measured: `shardwright plan RECIPE --cluster ... --profile {calibrate}`", highlight=False)
+    _end(told, diagnosis.findings, json_output=json_output)
+
+
+def _check_recipe(path: Path, overrides: list[str] | None, layout: str | None, nproc: int | None, *, json_output: bool) -> None:
+    checked = load_recipe(path, overrides or [], layout)
+    from rich.console import Console
+
+    from shardwright.cli.doctor_table import show
+    from shardwright.probe.checklist import check_recipe
+
+    world_size = nproc or _usual_ranks(None if checked.layout.auto else checked.layout, "auto")
+    findings = check_recipe(checked, world_size, str(path))
+    show(findings, Console(stderr=json_output))
+    told = {"schema_version": 1, "recipe": checked.name, "world_size": world_size, "findings": [f.as_dict() for f in findings]}
+    _end(told, findings, json_output=json_output)
+
+
+def _end(told: dict[str, object], findings: tuple[Finding, ...], *, json_output: bool) -> None:
+    failed = [finding for finding in findings if finding.verdict == "fail"]
+    if json_output:
+        sys.stdout.write(json.dumps(told) + "\n")
+        if failed:  # the object is all that stands on standard output
+            raise typer.Exit(ExitCode.CHECK_FAILED)
+    elif failed:
+        names = ", ".join(f"{finding.section}: {finding.name}" for finding in failed)
+        raise CheckFailed(f"{len(failed)} of {len(findings)} checks fail ({names})")

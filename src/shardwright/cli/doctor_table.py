@@ -1,0 +1,92 @@
+"""The doctor's findings for people: what needs doing stands under its line, traffic is a table by size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwright.probe.finding import Finding
+
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+_NARROW = 100
+"""Columns of a terminal below which names are folded earlier."""
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Print all findings, then how many of each there are."""
+    narrow = console.width < _NARROW
+    for section in dict.fromkeys(finding.section for finding in findings):
+        own = [finding for finding in findings if finding.section == section]
+        console.print(Text(section, style="bold"))
+        traffic = [finding for finding in own if "bus_bytes_per_second" in finding.numbers]
+        _show_lines(console, [finding for finding in own if finding not in traffic], narrow)
+        if traffic:
+            _show_traffic(console, traffic)
+    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in _STYLES}
+    told = Text.assemble(*((f"{count} {verdict}  ", _STYLES[verdict] if count else "dim") for verdict, count in counts.items()))
+    console.print()
+    console.print(told)
+
+
+def _show_lines(console: Console, findings: Sequence[Finding], narrow: bool) -> None:
+    """Verdict, what, what was found; and what to do about it."""
+    if not findings:
+        return
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
+    table.add_column(width=6, no_wrap=True)
+    width = 20 if narrow else 30
+    table.add_column(width=width, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
+    for finding in findings:
+        style = _STYLES[finding.verdict]
+        value = Text(finding.value)
+        if finding.verdict != "pass":
+            value.append(f"\n-> {finding.remedy}", style=style)
+        table.add_row(Text(f"  {finding.verdict}", style=style), Text(finding.name), value)
+    console.print(table)
+
+
+def _show_traffic(console: Console, findings: Sequence[Finding]) -> None:
+    """A table per group: collectives down, messages across, bus bandwidth in GB/s inside, the link's peak beside."""
+    for axis in dict.fromkeys(finding.numbers["axis"] for finding in findings):
+        own = [finding for finding in findings if finding.numbers["axis"] == axis]
+        numbers = own[0].numbers
+        per_node = numbers["ranks_per_node"]
+        where = "" if per_node == numbers["num_ranks"] else f", {per_node} on a node"
+        peak = numbers["peak_bytes_per_second"]
+        beside = "" if peak is None else f"; {numbers['link']} carries {peak / 1e9:.3g}"
+        console.print(
+            f"  over {axis}: {numbers['num_ranks']} ranks{where}; bus bandwidth in GB/s by message{beside}", highlight=False
+        )
+        sizes = sorted({int(size) for finding in own for size in finding.numbers["bus_bytes_per_second"]})
+        table = Table(box=None, pad_edge=False, padding=(0, 1))
+        table.add_column("", width=6, no_wrap=True)
+        table.add_column("")
+        for size in sizes:
+            table.add_column(format_bytes(size), justify="right", no_wrap=True)
+        if peak is not None:
+            table.add_column("of peak", justify="right", no_wrap=True)
+        for finding in own:
+            table.add_row(*_traffic_row(finding, sizes, peak))
+        console.print(table)
+        for finding in own:
+            if finding.verdict != "pass":
+                told = f"  {finding.verdict}   {finding.numbers['kind']}: {finding.value}\n         -> {finding.remedy}"
+                console.print(Text(told, style=_STYLES[finding.verdict]))
+
+
+def _traffic_row(finding: Finding, sizes: Sequence[int], peak: float | None) -> list[Any]:
+    style = _STYLES[finding.verdict]
+    bus = {int(size): rate for size, rate in finding.numbers["bus_bytes_per_second"].items()}
+    cells: list[Any] = [Text(f"  {finding.verdict}", style=style), finding.numbers["kind"]]
+    cells += [f"{bus[size] / 1e9:.3g}" if size in bus else "" for size in sizes]
+    if peak is not None:
+        cells.append(f"{bus[max(bus)] / peak:.0%}")
+    return cells
