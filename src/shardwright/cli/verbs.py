@@ -110,6 +110,12 @@ def _schema() -> Callable[..., Any]:
     return schema_command
 
 
+def _doctor() -> Callable[..., Any]:
+    from shardwright.cli.doctor import doctor_command
+
+    return doctor_command
+
+
 def _predict() -> Callable[..., Any]:
     from shardwright.cli.predict import predict_command
 
@@ -119,6 +125,7 @@ def _predict() -> Callable[..., Any]:
 VERBS = {
     "data": Verb("Show what the model will see, before any rank starts.", _data),
     "plan": Verb("Rank the layouts of a recipe on a cluster, before anybody pays.", _plan),
+    "doctor": Verb("Examine devices, links and hosts before a long run.", _doctor),
     "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
     "rehearse": Verb("Run a layout's real step on devices that do not exist.", _rehearse),
     "train": Verb("Train a recipe, on one process or many.", _train),

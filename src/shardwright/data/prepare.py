@@ -64,9 +64,7 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
     given = _given_tokenizer(recipe)
     packing = choose_packing(recipe, sources.with_records)
     template = _template_of(recipe, given) if sources.with_records else None
-    spec: Any = given.content_hash if given is not None else [recipe.tokenizer.kind, recipe.tokenizer.vocab_size]
-    rendering = [recipe.data.supervise, template and [template.text, dict(template.variables)]] if sources.with_records else []
-    key = key_of([CACHE_VERSION, sources.key, spec, *rendering])
+    key = _key(recipe, sources, given, template)
     folder = build_once(sources.root, f"tokens/{key}", partial(_tokenise, sources, given, template))
     saved = json.loads((folder / "records.json").read_text(encoding="utf-8"))
     records = _check_records(saved["records"], recipe)
@@ -96,6 +94,25 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
     weights = [source.weight for source in recipe.data.sources]
     content_hash = key_of([key, tokenizer.content_hash, packing, recipe.data.overlong, weights])
     return Prepared(datasets["train"], datasets.get("validation"), tokenizer, report, content_hash)
+
+
+def is_prepared(recipe: Recipe) -> bool:
+    """Whether the cache holds the recipe's tokens, so that `prepare` has nothing to read; files are looked up, not tokenised.
+
+    Raises:
+        DataError, TokenizerError: sources that are not there, no tokenizer.
+    """
+    sources = _Sources(recipe, None)
+    given = _given_tokenizer(recipe)
+    template = _template_of(recipe, given) if sources.with_records else None
+    return (sources.root / f"tokens/{_key(recipe, sources, given, template)}").is_dir()
+
+
+def _key(recipe: Recipe, sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None) -> str:
+    """Names the tokens in the cache by all that they depend on."""
+    spec: Any = given.content_hash if given is not None else [recipe.tokenizer.kind, recipe.tokenizer.vocab_size]
+    rendering = [recipe.data.supervise, template and [template.text, dict(template.variables)]] if sources.with_records else []
+    return key_of([CACHE_VERSION, sources.key, spec, *rendering])
 
 
 def _check_records(saved: list[dict[str, Any]], recipe: Recipe) -> list[Records]:
