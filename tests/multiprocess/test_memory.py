@@ -20,7 +20,7 @@ from shardwright.model import Decoder
 from shardwright.model.init import initialise
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh, waiting
 from shardwright.plan import BatchPlan, Plan
 from shardwright.train.step import update
 from tests.multiprocess.pool import RankPool
@@ -88,6 +88,15 @@ def bytes_in_sight(model: ParallelModel) -> int:
 
 def measure(layout: Layout) -> dict[str, float]:
     """Live bytes as shares of the model's parameters at four moments of a step."""
+    gc.collect()
+    gc.freeze()  # what was there before is not of this model, and takes long to look through
+    try:
+        return shares_of_a_step(layout)
+    finally:
+        gc.unfreeze()
+
+
+def shares_of_a_step(layout: Layout) -> dict[str, float]:
     whole = 4 * read_config(CONFIG).num_parameters
     model = build(layout)
     before = live_bytes(model)
@@ -184,9 +193,8 @@ def count_reductions(layout: Layout) -> list[int]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce"):  # FSDP2 has used either of the first two
-            if hasattr(dist, name):
-                patch.setattr(dist, name, counting(getattr(dist, name)))
+        patch.setattr(dist, "all_reduce", counting(dist.all_reduce))
+        patch.setattr(waiting, "reduce_scatter_single", counting(waiting.reduce_scatter_single))
         for number in range(3):
             calls = 0
             with model.synchronising(last=number == 2):
