@@ -80,6 +80,12 @@ def _report() -> Callable[..., Any]:
     return report_command
 
 
+def _watch() -> Callable[..., Any]:
+    from shardwright.cli.watch import watch_command
+
+    return watch_command
+
+
 def _compare() -> Callable[..., Any]:
     from shardwright.cli.compare import compare_command
 
@@ -134,6 +140,7 @@ VERBS = {
     "generate": Verb("Continue a prompt with a trained model.", _generate),
     "export": Verb("Write a run as a Hugging Face folder.", _export),
     "report": Verb("Draw what happened in a run as one page.", _report),
+    "watch": Verb("Serve a run's page live on this machine.", _watch),
     "compare": Verb("Hold a run's loss against a reference's.", _compare),
     "checkpoint": Verb("List, verify and inspect checkpoints.", _checkpoint),
     "convert": Verb("Read a DeepSpeed, Accelerate or Axolotl configuration as a recipe.", _convert),

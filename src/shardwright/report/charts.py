@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardwright.report.plot import GREY, Frame, Series, svg_curves
+from shardwright.report.ranks import waits_over_steps
 from shardwright.report.runs import Run
 from shardwright.report.scale import pad_range, write_value
+from shardwright.report.shell import Table
 from shardwright.report.thin import Floats, bin_means, smooth, thin
 from shardwright.telemetry.events import Resumed, Step
 from shardwright.telemetry.meter import PARTS
@@ -19,15 +21,6 @@ from shardwright.units import GIB_BYTES
 _TABLE_ROWS = 40
 _MAX_LINES_PER_RUN = 6
 _AREA_BUCKETS = 120
-
-
-@dataclass(frozen=True)
-class Table:
-    """Numbers behind a chart: a sample of rows, evenly spaced, the last one always."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +58,9 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
         ),
         _chart_value(runs, axis, "mfu", "MFU", "% of the measured matmul ceiling", _mfu_percent, from_zero=True),
         _chart_memory(runs, axis),
+        *(_chart_waits(run, axis, f"waits-{index}", alone=len(runs) == 1) for index, run in enumerate(runs)),
+        _chart_value(runs, axis, "expert-load", "Busiest expert", "tokens over the even share", lambda s: s.expert_load),
+        _chart_temperature(runs, axis),
         *(_chart_time(run, axis, f"time-{index}", alone=len(runs) == 1) for index, run in enumerate(runs)),
         _chart_value(runs, axis, "loss-scale", "Loss scale", "fp16 loss scale", lambda s: s.loss_scale, smoothed=False),
     ]
@@ -189,10 +185,32 @@ def _chart_value(
     if key == "gradient-norm":
         clips = {limit for run in runs if (limit := _clip_norm(run)) is not None}
         rules = tuple((limit, f"clipped to {limit:g}") for limit in clips) if len(clips) == 1 else ()
+    predicted = [_predicted(run, key) for run in runs]
+    if any(value is not None for value in predicted):
+        rules = tuple(
+            (value, "predicted" if len(runs) == 1 else f"predicted: {run.name}")
+            for run, value in zip(runs, predicted, strict=True)
+            if value is not None
+        )
+        if y_range is not None:
+            y_range = (min(y_range[0], *(v for v, _ in rules)), max(y_range[1], *(1.05 * v for v, _ in rules)))
     frame = Frame(x_label=axis.label, y_label=label, y_log=log, y_from_zero=from_zero, y_range=y_range, rules=rules)
     note = (_smoothing_note(runs) if smoothed else "At every step.") + _outside(clipped)
     table = _tabulate(axis, runs, [(label, lambda run: run.curve(value))])
     return Chart(key, title, (*raw, *lines), frame, table, note, hover=tuple(lines))
+
+
+def _predicted(run: Run, key: str) -> float | None:
+    """What the planner said of throughput and MFU; its MFU is put against the same measured ceiling as the run's."""
+    tokens = run.prediction.get("tokens_per_second")
+    if not isinstance(tokens, int | float) or key not in ("throughput", "mfu"):
+        return None
+    if key == "throughput":
+        return float(tokens)
+    start = run.start
+    if start is None or not start.flops_per_token or not start.matmul_flops_per_second:
+        return None
+    return 100 * tokens * start.flops_per_token / (start.world_size * start.matmul_flops_per_second)
 
 
 def _clip_norm(run: Run) -> float | None:
@@ -251,6 +269,51 @@ def _chart_time(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
     columns = [(f"{part}, ms", lambda run, values=values: 1000 * values) for part, values in known.items()]
     table = _tabulate(axis, [run], [*columns, ("whole step, ms", lambda run: 1000 * total)])
     return Chart(key, title, tuple(stack), frame, table, "On rank 0." + (" The first step is left out." if cut else ""))
+
+
+def _chart_waits(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
+    """What ranks waited for each other, stacked by cut; the mean over ranks at the steps that tell of them."""
+    waits = waits_over_steps(run)
+    x = np.array([event.step or 0 for event in run.ranks], dtype=np.float64)
+    if axis.by_tokens and run.steps:
+        x = x * run.steps[-1].tokens
+    cut = 1 if len(x) > 10 else 0  # the first step meets the others for the first time
+    total = np.sum(list(waits.values()), axis=0) if waits else np.zeros(0)
+    top = float(np.quantile(total[cut:], 0.99)) if len(total) > cut else 0.0
+    stack = []
+    for colour, (name, values) in enumerate(waits.items()):
+        bx, by = bin_means(x[cut:], 1000 * values[cut:], _AREA_BUCKETS)
+        stack.append(Series(name, bx, by, colour, "area"))
+    frame = Frame(x_label=axis.label, y_label="ms per step", y_range=(0.0, 1050 * top) if top > 0 else None)
+    wanted = np.unique(np.linspace(0, len(x) - 1, min(_TABLE_ROWS, len(x))).round().astype(int)) if len(x) else []
+    rows = tuple((f"{x[at]:,.0f}", *(write_value(1000 * float(values[at])) for values in waits.values())) for at in wanted)
+    table = Table((axis.label, *(f"{name}, ms" for name in waits)), rows)
+    title = "Waiting for other ranks" if alone else f"Waiting for other ranks: {run.name}"
+    note = "By what the traffic serves, mean over ranks. " + ("The first step is left out." if cut else "")
+    return Chart(key, title, tuple(stack), frame, table, note.strip())
+
+
+def _chart_temperature(runs: Sequence[Run], axis: _Axis) -> Chart:
+    """The hottest device of each run, at the steps that tell of all ranks."""
+    series, rows, throttled = [], [], 0
+    for colour, run in enumerate(runs):
+        events = [event for event in run.ranks if event.temperature_celsius]
+        throttled += sum(any(event.throttled or ()) for event in events)
+        x = np.array([event.step or 0 for event in events], dtype=np.float64)
+        x = x * run.steps[-1].tokens if axis.by_tokens and run.steps else x
+        y = np.array([max(event.temperature_celsius or (0.0,)) for event in events], dtype=np.float64)
+        series.append(Series("hottest" if len(runs) == 1 else run.name, x, y, colour, labelled=len(runs) > 1))
+        for event in events[:: max(1, len(events) // _TABLE_ROWS)]:
+            why = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(event.throttled or ()) if reason)
+            rows.append((run.name, f"{event.step:,}", f"{max(event.temperature_celsius or (0.0,)):.0f}", why))
+    note = (
+        f"The hottest device. Clocks were held down at {throttled:,} of the steps that tell."
+        if throttled
+        else "The hottest device."
+    )
+    frame = Frame(x_label=axis.label, y_label="degrees Celsius")
+    table = Table(("run", "step", "hottest, °C", "held down"), tuple(rows))
+    return Chart("temperature", "Temperature", tuple(series), frame, table, note, hover=tuple(series))
 
 
 def _tabulate(axis: _Axis, runs: Sequence[Run], columns: Sequence[tuple[str, Callable[[Run], Floats]]]) -> Table:

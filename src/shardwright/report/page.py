@@ -4,51 +4,68 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from importlib import resources
 from typing import Any
 
 import yaml
 
-from shardwright import __version__
-from shardwright.report.charts import Chart, Table, build_charts, thin_for_hover
-from shardwright.report.plot import NUM_COLOURS, STYLE, svg_curves
+from shardwright.report.charts import Chart, build_charts, thin_for_hover
+from shardwright.report.parts import panel_of_experts, panel_of_goodput, panel_of_memory, panel_of_samples
+from shardwright.report.pipelines import panels_of_pipeline
+from shardwright.report.plot import NUM_COLOURS, svg_curves
+from shardwright.report.ranks import panel_of_ranks
 from shardwright.report.runs import Run, summarise
+from shardwright.report.shell import (
+    WIDTHS,
+    Panel,
+    render_cells,
+    render_facts,
+    render_footer,
+    render_panel,
+    render_shell,
+    render_table,
+)
 from shardwright.report.timeline import list_history, svg_timeline
 from shardwright.telemetry.events import Failed, SkippedStep, Warned
 from shardwright.telemetry.sinks import describe
 from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
 
-_WIDTHS = {"large": (1116, 380), "medium": (560, 290), "narrow": (350, 250)}
-"""Drawn three times, so that text keeps its size from a phone to a desk; the page's style picks one by the room there is."""
 
-
-def render_page(runs: Sequence[Run]) -> str:
-    """The page of one run, or of several laid over each other."""
+def render_page(runs: Sequence[Run], *, live_version: str | None = None) -> str:
+    """The page of one run, or of several laid over each other. With a version it is live: see `shell.render_shell`."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
-    files = resources.files("shardwright.report")
-    style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     summaries = [summarise(run) for run in runs]
     body = [
         _head_of_one(runs[0], summaries[0]) if len(runs) == 1 else _head_of_many(runs, summaries),
         *(_notices(run, name_it=len(runs) > 1) for run in runs),
         '<div class="charts">',
         *(_render_chart(chart) for chart in build_charts(runs)),
+        *(render_panel(panel) for index, run in enumerate(runs) for panel in build_panels(run, index, alone=len(runs) == 1)),
         "</div>",
         *(_render_history(run, name_it=len(runs) > 1) for run in runs),
         *(_render_setup(run, name_it=len(runs) > 1) for run in runs),
-        f"<footer>Made by shardwright {escape(__version__)} from events.jsonl.</footer>",
+        render_footer(" from events.jsonl"),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data:\">"
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{STYLE}{style}</style></head>\n'
-        f"<body><main>{''.join(body)}</main><script>{script}</script></body></html>\n"
-    )
+    return render_shell(title, "".join(body), live_version=live_version)
+
+
+def build_panels(run: Run, index: int, *, alone: bool) -> list[Panel]:
+    """The cards of one run that are no curves, in reading order."""
+
+    def title(words: str) -> str:
+        return words if alone else f"{words}: {run.name}"
+
+    panels = [
+        panel_of_ranks(run, f"ranks-{index}", title("Ranks")),
+        panel_of_memory(run, f"memory-parts-{index}", title("Memory by part")),
+        panel_of_experts(run, f"experts-{index}", title("Expert load")),
+        panel_of_goodput(run, f"goodput-{index}", title("Where the time went")),
+        *panels_of_pipeline(run, f"pipeline-{index}", title("Pipeline")),
+        panel_of_samples(run, f"samples-{index}", title("Samples")),
+    ]
+    return [panel for panel in panels if panel is not None]
 
 
 def _head_of_one(run: Run, summary: dict[str, Any]) -> str:
@@ -62,9 +79,7 @@ def _head_of_one(run: Run, summary: dict[str, Any]) -> str:
     status = summary["status"]
     return (
         f'<h1>{escape(run.name)}<span class="status {escape(status.split()[0])}">{escape(status)}</span></h1>'
-        f'<p class="lead quiet">{escape(lead)}</p><div class="tiles">'
-        + "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in _facts(summary))
-        + "</div>"
+        f'<p class="lead quiet">{escape(lead)}</p>' + render_facts(_facts(summary))
     )
 
 
@@ -83,7 +98,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens per second", _maybe(summary["tokens_per_second"], format_count)),
         ("MFU", _maybe(summary["mfu"], lambda share: f"{share:.1%}")),
         ("peak memory of a rank", _maybe(peak, format_bytes)),
-        ("in training", format_seconds(summary["total_seconds"]) if summary["total_seconds"] else None),
+        ("wall time", format_seconds(summary["wall_seconds"]) if summary["wall_seconds"] else None),
         ("of that time useful", f"{summary['useful_share']:.0%}" if summary["useful_share"] else None),
     ]
     return [(name, value) for name, value in found if value is not None]
@@ -131,11 +146,13 @@ def _notices(run: Run, *, name_it: bool) -> str:
     if len(warnings) > 5:
         lines.append(("notice", f"and {len(warnings) - 5} more warnings; the timeline's table has them all"))
     lines += [("notice", problem) for problem in run.log.problems]
+    if not run.log.events and not run.log.missing:
+        lines.append(("notice", "the event file holds no event that can be read yet"))
     return "".join(f'<p class="{kind}">{escape(name + line)}</p>' for kind, line in lines)
 
 
 def _render_chart(chart: Chart) -> str:
-    sizes = _WIDTHS if chart.wide else {name: size for name, size in _WIDTHS.items() if name != "large"}
+    sizes = WIDTHS if chart.wide else {name: size for name, size in WIDTHS.items() if name != "large"}
     pictures = []
     for name, (width, height) in sizes.items():
         crowded = name == "narrow" or (name == "medium" and len(chart.readable) > 8)
@@ -164,7 +181,7 @@ def _render_chart(chart: Chart) -> str:
         f'<section class="card{wide}" id="{chart.key}"><h2>{escape(chart.title)}</h2><p>{escape(chart.note)}</p>'
         f'<div class="figure" data-chart="{chart.key}-data">{"".join(pictures)}</div>'
         f'<script type="application/json" id="{chart.key}-data">{_script_json(hover)}</script>'
-        f"{_render_table(chart.table)}</section>"
+        f"{render_table(chart.table)}</section>"
     )
 
 
@@ -192,27 +209,17 @@ def _script_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _render_table(table: Table) -> str:
-    note = f'<p class="quiet">{escape(table.note)}</p>' if table.note else ""
-    return f"<details><summary>Table</summary>{note}{_table(table.columns, table.rows)}</details>"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    of_kind = f' class="{kind}"' if kind else ""
-    return f'<div class="scroll" tabindex="0"><table{of_kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
 def _render_history(run: Run, *, name_it: bool) -> str:
+    if not run.log.events:
+        return ""
     title = f"Timeline: {run.name}" if name_it else "Timeline"
     strips = "".join(
-        svg_timeline(run, width).replace('class="plot"', f'class="plot {name}"', 1) for name, (width, _) in _WIDTHS.items()
+        svg_timeline(run, width).replace('class="plot"', f'class="plot {name}"', 1) for name, (width, _) in WIDTHS.items()
     )
     rows = list_history(run)
     shown = rows if len(rows) <= 400 else rows[:200] + rows[-200:]
     note = f"The first and last 200 of {len(rows):,} lines." if len(rows) > 400 else ""
-    table = _table(("after", "kind", "what"), shown, "words")
+    table = render_cells(("after", "kind", "what"), shown, "words")
     return (
         f'<section class="card history"><h2>{escape(title)}</h2><div class="figure">{strips}</div>'
         f'<details><summary>Table</summary><p class="quiet">{note}</p>{table}</details></section>'

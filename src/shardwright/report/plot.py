@@ -281,7 +281,7 @@ def _draw_names(canvas: _Canvas, drawn: list[Series]) -> None:
         for row, names in enumerate(canvas.legend_rows):
             x, y = 4.0, canvas.legend_top + 13 + 18 * row
             for name in names:
-                canvas.parts.append(f'<text class="f{tones[name]}" x="{x:.0f}" y="{y:.0f}">{escape(_shorten(name, 40))}</text>')
+                canvas.parts.append(f'<text class="f{tones[name]}" x="{x:.0f}" y="{y:.0f}">{escape(shorten(name, 40))}</text>')
                 x += _legend_pixels(name)
         return
     wanted = []
@@ -295,7 +295,7 @@ def _draw_names(canvas: _Canvas, drawn: list[Series]) -> None:
     wanted.sort(key=lambda pair: pair[0])
     for y, item in zip(_push_apart([y for y, _ in wanted], 15, canvas.top, canvas.bottom), (i for _, i in wanted), strict=True):
         canvas.parts.append(
-            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(_shorten(item.name, 21))}</text>'
+            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(shorten(item.name, 21))}</text>'
         )
 
 
@@ -332,9 +332,10 @@ def _legend_pixels(name: str) -> float:
     return _CHARACTER_PIXELS * min(40, len(name)) + 16
 
 
-def _shorten(name: str, length: int) -> str:
-    """
-    >>> _shorten("abcdef", 4)
+def shorten(name: str, length: int) -> str:
+    """At most so many characters.
+
+    >>> shorten("abcdef", 4)
     'abc…'
     """
     return name if len(name) <= length else name[: length - 1] + "…"

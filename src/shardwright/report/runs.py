@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from shardwright.telemetry.events import (
     EventLog,
     Failed,
     Preempted,
+    Ranks,
     Resumed,
     RunFinished,
     RunStarted,
@@ -31,7 +33,10 @@ from shardwright.telemetry.events import (
     read_events,
     surviving,
 )
-from shardwright.telemetry.meter import PARTS, Goodput, measure_goodput
+from shardwright.telemetry.goodput import Goodput, measure_goodput
+from shardwright.telemetry.meter import PARTS
+
+PREDICTION_NAME = "prediction.json"
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,20 @@ class Run:
         """Useful against total time."""
         return measure_goodput(self.log)
 
+    @cached_property
+    def ranks(self) -> list[Ranks]:
+        """Steps of which every rank told, that survive."""
+        return [event for event in self.survivors if isinstance(event, Ranks)]
+
+    @cached_property
+    def prediction(self) -> dict[str, Any]:
+        """What the planner said of this plan (`prediction.json`); empty where it said nothing that can be read."""
+        try:
+            told = json.loads((self.path / PREDICTION_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return told if isinstance(told, dict) else {}
+
     @property
     def status(self) -> str:
         """`completed`, `preempted`, `failed`, or `running or killed` when the file just ends."""
@@ -122,14 +141,17 @@ class Run:
         return "running or killed"
 
 
-def load_run(path: str | os.PathLike[str]) -> Run:
+def load_run(path: str | os.PathLike[str], *, as_far_as_it_goes: bool = False) -> Run:
     """Read a run folder.
+
+    Args:
+        as_far_as_it_goes: to show what there is, see `read_events`.
 
     Raises:
         InputError: there are no events, or none that make a curve.
     """
-    log = read_events(path)
-    if not log.events:
+    log = read_events(path, as_far_as_it_goes=as_far_as_it_goes)
+    if not log.events and not as_far_as_it_goes:
         raise InputError("the event file holds no event that can be read", field="run", got=str(log.path))
     starts = log.of(RunStarted)
     name = starts[-1].name if starts else log.path.resolve().parent.name
@@ -137,8 +159,12 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def load_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """Read run folders; runs of the same name are told apart by their folders."""
-    runs = [load_run(path) for path in paths]
+    """Read run folders to show them, as far as they go; runs of the same name are told apart by their folders.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    runs = [load_run(path, as_far_as_it_goes=True) for path in paths]
     names = [run.name for run in runs]
     told = []
     for run in runs:
@@ -180,6 +206,9 @@ def summarise(run: Run) -> dict[str, Any]:
         "step_seconds": _median([step.step_seconds for step in later]),
         "part_seconds": {part: _median([getattr(step, f"{part}_seconds") for step in later]) for part in PARTS},
         "total_seconds": run.goodput.total_seconds,
+        "wall_seconds": run.goodput.wall_seconds,
+        "useful_seconds": run.goodput.useful_seconds,
+        "lost_seconds": run.goodput.lost_seconds,
         "useful_share": run.goodput.share,
         "checkpoints": sum(isinstance(event, Checkpoint) for event in run.history),
         "resumes": len(log.of(Resumed)),

@@ -43,7 +43,7 @@ def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
         ("speed", _speed(summary)),
         ("time per step", _parts(summary)),
         ("memory", _memory(summary["peak_memory_bytes"])),
-        ("time", f"{format_seconds(summary['total_seconds'])}, {summary['useful_share']:.0%} of it in steps that count"),
+        ("time", _time(summary)),
         ("history", _history(summary)),
     ]
     lines = [f"{summary['name']}  ({summary['status']})"]
@@ -80,6 +80,13 @@ def _parts(summary: dict[str, Any]) -> str | None:
         return None
     known = [f"{part} {format_seconds(seconds)}" for part, seconds in summary["part_seconds"].items() if seconds is not None]
     return format_seconds(summary["step_seconds"]) + (f"  ({', '.join(known)})" if known else "")
+
+
+def _time(summary: dict[str, Any]) -> str:
+    words = f"{format_seconds(summary['wall_seconds'])}, {summary['useful_share']:.0%} of it in steps that count"
+    largest = sorted(summary["lost_seconds"].items(), key=lambda pair: -pair[1])[:3]
+    lost = [f"{name} {format_seconds(seconds)}" for name, seconds in largest if seconds >= 0.01 * summary["wall_seconds"]]
+    return words + (f" (lost: {', '.join(lost)})" if lost else "")
 
 
 def _memory(peaks: Sequence[int]) -> str | None:

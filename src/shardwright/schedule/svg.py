@@ -11,31 +11,57 @@ _LEFT, _RIGHT, _TOP, _ROW, _BAR = 58, 14, 44, 26, 22
 _MIN_LABEL = 11
 """Pixels below which an action carries no number."""
 
-_STYLE = """
-text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#333}
-.n{font-size:11px;fill:#111;text-anchor:middle}
-.g{stroke:#8886;stroke-width:1}
-.p{fill:#8882}
-.h{font-weight:600}
-.F0{fill:#9ecbff}.F1{fill:#5fa8f0}.B0{fill:#8fdcb0}.B1{fill:#4fbf85}
-.I0{fill:#b9ecc9}.I1{fill:#7fd6a2}.W0{fill:#ffd98a}.W1{fill:#eebb4d}
-@media (prefers-color-scheme:dark){text{fill:#ddd}.n{fill:#111}}
+_PAGE_WIDTH = 480
+"""Pixels below which the legend has letters in place of words."""
+
+BARS_STYLE = """
+.schedule .n{font-size:11px;fill:#111;text-anchor:middle}
+.schedule .g{stroke:#8886;stroke-width:1}
+.schedule .p{fill:#8882}
+.schedule .h{font-weight:600}
+.schedule .F0{fill:#9ecbff}.schedule .F1{fill:#5fa8f0}.schedule .B0{fill:#8fdcb0}.schedule .B1{fill:#4fbf85}
+.schedule .I0{fill:#b9ecc9}.schedule .I1{fill:#7fd6a2}.schedule .W0{fill:#ffd98a}.schedule .W1{fill:#eebb4d}
+"""
+"""What a page that holds the picture inline needs beside its own style of text."""
+
+_STYLE = f"""
+text{{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#333}}{BARS_STYLE}
+@media (prefers-color-scheme:dark){{text{{fill:#ddd}}}}
 """
 
 
+def draw_inline(timeline: Timeline, width: int, *, until: float | None = None, unit: str = "units of time") -> str:
+    """The same picture for a page that has `BARS_STYLE`: no style, heading or ids of its own.
+
+    Args:
+        until: where the time axis ends, so that two pictures share it; default the last action's end.
+    """
+    schedule, total = timeline.schedule, max(timeline.step_seconds, until or 0.0)
+    scale = (width - _LEFT - _RIGHT) / total
+    height = _TOP + _ROW * schedule.num_ranks + 40
+    told = f"{schedule}: ranks compute {timeline.utilisation:.1%} of {timeline.step_seconds:.4g} {unit}"
+    out = [
+        f'<svg class="plot schedule" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(told, quote=True)}">',
+        f'<text x="{width - _RIGHT}" y="18" text-anchor="end">ranks compute {timeline.utilisation:.1%} of the step</text>',
+        *_legend(timeline, letters=width < _PAGE_WIDTH),
+    ]
+    for rank in range(schedule.num_ranks):
+        out += _bars(timeline, rank, scale)
+    return "".join([*out, *_axis(schedule.num_ranks, total, scale, width, unit), "</svg>"])
+
+
 def draw_svg(timeline: Timeline, width: int = 960) -> str:
-    """The schedule as SVG: a bar per action with its micro-batch, a row per rank, time along the bottom."""
+    """The schedule as an SVG file: a bar per action with its micro-batch, a row per rank, time along the bottom."""
     schedule, total = timeline.schedule, timeline.step_seconds
     scale = (width - _LEFT - _RIGHT) / total
-    bottom = _TOP + _ROW * schedule.num_ranks
-    height = bottom + 40
+    height = _TOP + _ROW * schedule.num_ranks + 40
     told = (
         f"{schedule}. The step takes {total:g} units of time; ranks compute {timeline.utilisation:.1%} of it. "
         "A row per rank, a bar per action with the number of its micro-batch."
     )
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'role="img" aria-labelledby="t d">',
+        f'<svg class="schedule" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-labelledby="t d">',
         f'<title id="t">{escape(str(schedule))}</title><desc id="d">{escape(told)}</desc><style>{_STYLE}</style>',
         f'<text class="h" x="{_LEFT}" y="18">{escape(str(schedule))}</text>',
         f'<text x="{width - _RIGHT}" y="18" text-anchor="end">utilisation {timeline.utilisation:.1%}</text>',
@@ -43,13 +69,19 @@ def draw_svg(timeline: Timeline, width: int = 960) -> str:
     ]
     for rank in range(schedule.num_ranks):
         out += _bars(timeline, rank, scale)
-    for tick in _ticks(total):
+    out += _axis(schedule.num_ranks, total, scale, width, "units of time")
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def _axis(num_ranks: int, total: float, scale: float, width: int, unit: str) -> list[str]:
+    bottom, out = _TOP + _ROW * num_ranks, []
+    ticks = _ticks(total)
+    for tick in ticks[:: -(-len(ticks) * 40 // width)]:
         at = _LEFT + tick * scale
         out.append(
             f'<path class="g" d="M{at:.1f} {bottom}v5"/><text x="{at:.1f}" y="{bottom + 19}" text-anchor="middle">{tick:g}</text>'
         )
-    out.append(f'<text x="{width - _RIGHT}" y="{bottom + 35}" text-anchor="end">units of time</text></svg>')
-    return "\n".join(out) + "\n"
+    return [*out, f'<text x="{width - _RIGHT}" y="{bottom + 35}" text-anchor="end">{escape(unit)}</text>']
 
 
 def _bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
@@ -63,18 +95,18 @@ def _bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
         x, wide = _LEFT + start * scale, (end - start) * scale
         out.append(
             f'<rect class="{action.kind}{stages.index(action.stage) % 2}" x="{x:.1f}" y="{top}" width="{max(wide - 0.8, 0.4):.1f}" '
-            f'height="{_BAR}" rx="2"><title>{action}: {start:g} to {end:g}</title></rect>'
+            f'height="{_BAR}" rx="2"><title>{action}: {start:.6g} to {end:.6g}</title></rect>'
         )
         if wide >= _MIN_LABEL * (0.5 + 0.5 * len(str(action.micro_batch))):
             out.append(f'<text class="n" x="{x + wide / 2:.1f}" y="{top + 15}">{action.micro_batch}</text>')
     return out
 
 
-def _legend(timeline: Timeline) -> list[str]:
+def _legend(timeline: Timeline, *, letters: bool = False) -> list[str]:
     """A swatch per kind that occurs; two where ranks hold several stages."""
     schedule, out, x = timeline.schedule, [], _LEFT
     shades = 2 if schedule.num_stages > schedule.num_ranks else 1
-    for kind, what in KINDS.items():
+    for kind, what in ((kind, kind if letters else what) for kind, what in KINDS.items()):
         if any(action.kind == kind for row in schedule.rows for action in row):
             out += [
                 f'<rect class="{kind}{shade}" x="{x + 13 * shade}" y="26" width="12" height="10" rx="2"/>'
@@ -82,7 +114,7 @@ def _legend(timeline: Timeline) -> list[str]:
             ]
             out.append(f'<text x="{x + 13 * shades + 4}" y="35">{what}</text>')
             x += 13 * shades + 24 + 7 * len(what)
-    if shades == 2:
+    if shades == 2 and not letters:
         out.append(f'<text x="{x}" y="35">darker: a rank\'s second, fourth, ... stage</text>')
     return out
 

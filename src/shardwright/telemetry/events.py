@@ -202,6 +202,10 @@ class EventLog:
     """Numbers, from 1, of lines that are not an event of ours; the torn tail is not among them."""
     unknown_kinds: tuple[tuple[str, int], ...] = ()
     """Kinds that this version does not know, with their count."""
+    newer: tuple[int, int] | None = None
+    """Lines that a newer shardwright wrote, and its schema: read as far as this one understands them."""
+    missing: str | None = None
+    """Why there is no event file."""
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -217,6 +221,13 @@ class EventLog:
     def problems(self) -> tuple[str, ...]:
         """One line for people for each thing that was not read; empty for a whole file."""
         found = []
+        if self.missing:
+            found.append(f"there are no events to show yet: {self.path} ({self.missing})")
+        if self.newer:
+            found.append(
+                f"{self.newer[0]:,} lines are a newer shardwright's (schema {self.newer[1]}, this one knows {SCHEMA_VERSION}): "
+                "shown as far as they are understood; what they mean may have changed"
+            )
         if self.broken_lines:
             shown = ", ".join(str(number) for number in self.broken_lines[:5]) + (", ..." if len(self.broken_lines) > 5 else "")
             found.append(f"{len(self.broken_lines)} lines of {self.path} cannot be read and are left out (line {shown})")
@@ -226,19 +237,26 @@ class EventLog:
         return tuple(found)
 
 
-def read_events(run: str | os.PathLike[str]) -> EventLog:
+def read_events(run: str | os.PathLike[str], *, as_far_as_it_goes: bool = False) -> EventLog:
     """All events of a run folder (or of an events.jsonl), in file order.
 
     A torn last line is left out; other lines that cannot be read are counted with their numbers, never passed over silently.
 
+    Args:
+        as_far_as_it_goes: for showing, not for going on: a folder without events is an empty log, a newer schema is read as if it
+            were ours, and `problems` says so.
+
     Raises:
         InputError: there is no event file, or a newer shardwright wrote it in a schema that this one would misread.
     """
+    folder = Path(run)
     path = Path(run)
     path = path / FILE_NAME if path.is_dir() else path
     try:
         content = path.read_bytes()
     except OSError as error:
+        if as_far_as_it_goes and folder.is_dir():
+            return EventLog(path, (), missing=error.strerror)
         raise InputError(
             f"no events to read: {error.strerror}", field="run", got=path, remedy=f"Give a run folder, one that holds {FILE_NAME}"
         ) from error
@@ -247,11 +265,14 @@ def read_events(run: str | os.PathLike[str]) -> EventLog:
     events: list[Event] = []
     broken: list[int] = []
     unknown: Counter[str] = Counter()
+    newer, newest = 0, SCHEMA_VERSION
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             version = record["schema_version"]
             if version > SCHEMA_VERSION:
+                newer, newest = newer + 1, max(newest, version)
+            if version > SCHEMA_VERSION and not as_far_as_it_goes:
                 raise InputError(
                     "written by a newer shardwright",
                     field="schema_version",
@@ -265,7 +286,8 @@ def read_events(run: str | os.PathLike[str]) -> EventLog:
                 unknown[str(record["kind"])] += 1
         except (ValueError, KeyError, TypeError):
             broken.append(number)
-    return EventLog(path, tuple(events), torn_tail, tuple(broken), tuple(sorted(unknown.items())))
+    told_newer = (newer, newest) if newer else None
+    return EventLog(path, tuple(events), torn_tail, tuple(broken), tuple(sorted(unknown.items())), told_newer)
 
 
 _WITHDRAWN_BY_RESUME = (Step, Ranks, Memory, PipelineRan, Evaluation, SkippedStep, Checkpoint)

@@ -114,6 +114,14 @@ class Step(Event):
     """Sparse models: mean over sequences and layers, without its coefficient; even loads give the experts per token."""
     router_z_loss: float | None = None
     """Sparse models: mean over sequences and layers, without its coefficient."""
+    reward_chosen: float | None = None
+    """Preference tuning: mean over the pairs of beta x (log-probability of the chosen response - the reference's)."""
+    reward_rejected: float | None = None
+    """The same of the rejected response."""
+    reward_margin: float | None = None
+    """Their difference."""
+    reward_accuracy: float | None = None
+    """Share of pairs whose chosen response has the higher reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +215,14 @@ class Evaluation(Event):
     seconds: float
     best: bool = False
     """Lowest so far."""
+    reward_chosen: float | None = None
+    """Preference tuning, as in `step`: mean over the pairs of beta x (log-probability of the chosen response - the reference's)."""
+    reward_rejected: float | None = None
+    """The same of the rejected response."""
+    reward_margin: float | None = None
+    """Their difference."""
+    reward_accuracy: float | None = None
+    """Share of pairs whose chosen response has the higher reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +318,8 @@ MEASUREMENTS: tuple[type[Event], ...] = (Ranks, Memory, PipelineRan)
 EVENT_TYPES: dict[str, type[Event]] = {
     event_type.kind: event_type
     for event_type in (
-        RunStarted, Step, Ranks, Memory, PipelineRan, Profiled, Evaluation, Checkpoint, Resumed, RolledBack, SkippedStep, Warned, Preempted,
-        RunFinished, Failed,
+        RunStarted, Step, Ranks, Memory, PipelineRan, Profiled, Evaluation, Checkpoint, Resumed, RolledBack, SkippedStep, Warned,
+        Preempted, RunFinished, Failed,
     )
 }  # fmt: skip
 

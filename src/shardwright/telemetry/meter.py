@@ -1,14 +1,13 @@
-"""What is measured of a run: throughput against the ceiling, time left, time that was useful."""
+"""What is measured of a run: throughput against the ceiling, and how far it is. What time was good for is in goodput.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwright.telemetry.events import Event, RunFinished, RunStarted, SkippedStep, Step, surviving_steps
+from shardwright.telemetry.events import Event, RunStarted, Step
 
-PARTS = ("data", "forward", "backward", "reduction", "optimizer")
+PARTS = ("data", "forward", "backward", "waiting", "reduction", "optimizer")
 """The parts of a step; each is the field `<part>_seconds` of a `step` event."""
 
 
@@ -126,32 +125,3 @@ class Progress:
     def remaining_seconds(self) -> float:
         """Until the last step; NaN before two steps are done."""
         return max(0, self.total_steps - self.step) * self._step_seconds.value * self._overhead
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """Where the wall time of all processes of a run went, in seconds."""
-
-    total_seconds: float
-    """From each start to the last event of the same process, added up; the time between processes is not known to us."""
-    useful_seconds: float
-    """Of steps that are in the weights."""
-
-    @property
-    def share(self) -> float:
-        """Useful part of the total, 0 to 1."""
-        return self.useful_seconds / self.total_seconds if self.total_seconds > 0 else 0.0
-
-
-def measure_goodput(events: Iterable[Event]) -> Goodput:
-    """Useful against total time: lost are set-up, evaluations, checkpoints, skipped steps and steps that a resume withdrew."""
-    listed = list(events)
-    total, last = 0.0, 0.0
-    for event in listed:
-        if event.elapsed_seconds < last:  # the clock of another process
-            total += last
-        last = event.elapsed_seconds
-    total = max(total + last, sum((e.total_seconds for e in listed if isinstance(e, RunFinished)), 0.0))
-    skipped = {event.step for event in listed if isinstance(event, SkippedStep)}
-    useful = sum(step.step_seconds for step in surviving_steps(listed) if step.step not in skipped)
-    return Goodput(total, useful)

@@ -18,6 +18,7 @@ from shardwright.telemetry.events import (
     Event,
     EventLog,
     Failed,
+    Memory,
     Resumed,
     RunFinished,
     SkippedStep,
@@ -26,7 +27,7 @@ from shardwright.telemetry.events import (
     surviving,
 )
 from shardwright.telemetry.kinds import encode
-from tests.unit.telemetry.samples import start_event, step_event
+from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event, step_event
 
 Loss = Callable[[int], float]
 
@@ -56,6 +57,15 @@ def one_step(step: int, loss: float, **values: Any) -> Step:
         "learning_rate": 1e-3 * min(1.0, step / 50),
     }
     return step_event(step, loss=loss, **(defaults | values))
+
+
+def measured_memory(step: int) -> Memory:
+    """Of two CUDA ranks, the second the fuller one."""
+    mib = 2**20
+    return Memory(
+        step=step, weights_bytes=(mib, mib), gradients_bytes=(mib, mib), optimizer_bytes=(2 * mib, 2 * mib),
+        peak_bytes=(5 * mib, 7 * mib), reserved_bytes=(6 * mib, 8 * mib), driver_bytes=(mib, mib),
+    )  # fmt: skip
 
 
 def validate(step: int, loss: float, *, tokens: int = 1000) -> Evaluation:
@@ -110,6 +120,9 @@ def write_eventful_run(folder: Path, **start: Any) -> Path:
     events: list[Event] = [head]
     for step in range(1, 221):
         events.append(one_step(step, noisy(0.02, 1)(step)))
+        events.append(ranks_event(step, own_seconds=(0.4, 0.3)))
+        if step in (2, 3):
+            events.append(pipeline_event(step) if step == 3 else measured_memory(step))
         if step % 50 == 0:
             events.append(validate(step, falling(step) * 1.05))
             events.append(Checkpoint(step=step, path=f"checkpoints/step-{step:08d}", size_bytes=10**8, seconds=0.5))

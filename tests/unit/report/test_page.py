@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
 import http.server
@@ -20,7 +21,7 @@ from shardwright.report.page import render_page
 from shardwright.report.runs import load_runs, summarise
 from shardwright.telemetry.events import FILE_NAME, Evaluation, Warned
 from tests.unit.report.samples import falling, noisy, one_step, write_eventful_run, write_events, write_run
-from tests.unit.telemetry.samples import start_event
+from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event
 
 VOID = {"meta", "link"}
 
@@ -75,8 +76,15 @@ def test_the_page_is_whole_by_itself(eventful: Path) -> None:
 def test_every_chart_and_its_table_are_there(eventful: Path) -> None:
     page = render(eventful)
     sections = dict(re.findall(r'<section class="card[^"]*" id="([\w-]+)">(.*?)</section>', page, flags=re.DOTALL))
-    assert list(sections) == ["loss", "gradient-norm", "learning-rate", "throughput", "mfu", "memory", "time-0"]
-    for key, section in sections.items():
+    curves = ["loss", "gradient-norm", "learning-rate", "throughput", "mfu", "memory", "waits-0", "time-0"]
+    panels = ["ranks-0", "memory-parts-0", "goodput-0", "pipeline-0-ran", "pipeline-0-ideal"]
+    assert list(sections) == curves + panels
+    for key in panels:
+        assert sections[key].count("<svg") == 3
+        assert sections[key].count("<tr>") > 2
+        assert "<rect" in sections[key]
+    for key in curves:
+        section = sections[key]
         assert section.count("<svg") == (3 if key == "loss" else 2)
         assert "no data" not in section
         assert len(re.findall(r"<tr>", section)) > 20, key
@@ -86,6 +94,69 @@ def test_every_chart_and_its_table_are_there(eventful: Path) -> None:
         assert words in page
     for words in ("resumed at step 200", "1 step was skipped", "killed by &lt;signal&gt; 9", "dp_shard=2,zero_stage=3"):
         assert words in page
+
+
+def test_ranks_are_held_against_each_other_and_the_slow_one_is_marked(eventful: Path, tmp_path: Path) -> None:
+    text = html.unescape(render(eventful))
+    assert "Rank 0 is more than 10% slower than the median rank by itself" in text
+    assert "slow: 1.14 x" in text
+    assert "<td>0 (slow)</td><td>450.000</td><td>400.000</td><td>1.14</td><td>50.000</td>" in text
+    many = [ranks_event(i, own_seconds=(0.4,) * 40 + (0.6,)) for i in range(1, 6)]
+    page = render(write_events(tmp_path / "many", [start_event(world_size=41), *many, one_step(6, 2.0)]))
+    section = re.search(r'id="ranks-0">(.*?)</section>', page, flags=re.DOTALL)[1]  # type: ignore[index]
+    assert "slow: 1.50 x" in section
+    assert section.count("<tr>") == 1 + 41  # the table has them all
+
+
+def test_the_pipeline_is_drawn_as_it_ran_and_as_its_schedule_has_it(eventful: Path) -> None:
+    text = html.unescape(render(eventful))
+    # Forwards take 0.1 s, rank 0's backwards 0.2 s, rank 1's 0.25 s: by the schedule the step takes 1 s; it took 1.1 s.
+    assert "Step 3, 1F1B: 2 ranks, 2 stages, 2 micro-batches. Ranks computed 59.1% of it" in text
+    assert "takes 91% of the time" in text
+    assert "<title>1B0: 0.2 to 0.45</title>" in text
+
+
+def test_a_pipeline_that_somebody_has_changed_is_left_out(tmp_path: Path) -> None:
+    event = dataclasses.replace(pipeline_event(1), actions=(("0F0", "nonsense"),) * 2)
+    page = render(write_events(tmp_path / "run", [start_event(), one_step(1, 2.0), event]))
+    assert 'id="pipeline' not in page
+
+
+def test_memory_by_part_stands_beside_the_prediction(eventful: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(eventful, tmp_path / "run")
+    told = {"memory_bytes": {"weights": 2**20, "driver": 2**19, "total": 2**21, "capacity": 2**30}, "tokens_per_second": 256.0}
+    (run / "prediction.json").write_text(json.dumps(told))
+    page = render(run)
+    section = re.search(r'id="memory-parts-0">(.*?)</section>', page, flags=re.DOTALL)[1]  # type: ignore[index]
+    assert "<td>weights</td><td>1.00 MiB</td><td>1.00 MiB</td>" in section
+    assert "<td>the rest of the peak</td><td></td><td>3.00 MiB</td>" in section
+    assert "<td>all</td><td>1.50 MiB</td><td>9.00 MiB</td>" in section
+    for key in ("throughput", "mfu"):
+        section = re.search(rf'id="{key}">(.*?)</section>', page, flags=re.DOTALL)[1]  # type: ignore[index]
+        assert ">predicted</text>" in section
+    (run / "prediction.json").write_text("{half")
+    assert "Nothing was predicted" in render(run)
+
+
+def test_experts_and_samples_are_shown(tmp_path: Path) -> None:
+    tokens = ((10, 30, 20, 20), (0, 0, 80, 0))
+    run = write_events(
+        tmp_path / "run", [start_event(), *(one_step(i, 2.0, expert_tokens=tokens, expert_load=4.0) for i in (1, 2))]
+    )
+    (run / "samples").mkdir()
+    (run / "samples" / "step-2.txt").write_text("<b>once</b> upon")
+    page = render(run)
+    assert "expert 2 of sparse layer 1 with 4.00 x. 3 experts got none." in page
+    assert "<title>layer 1, expert 2: 4.00 x</title>" in page
+    assert "<td>step-2</td><td>&lt;b&gt;once&lt;/b&gt; upon</td>" in page
+    assert 'id="expert-load"' in page
+
+
+def test_temperature_and_held_down_clocks(tmp_path: Path) -> None:
+    hot = [ranks_event(i, temperature_celsius=(60.0, 60.0 + i), throttled=("", "heat" if i > 3 else "")) for i in range(1, 6)]
+    page = render(write_events(tmp_path / "run", [start_event(), one_step(1, 2.0), *hot]))
+    assert "Clocks were held down at 2 of the steps that tell." in page
+    assert "rank 1: heat" in page
 
 
 def test_what_a_run_says_cannot_become_script(eventful: Path) -> None:
@@ -208,8 +279,10 @@ addEventListener("load", () => setTimeout(() => {
   const found = { seconds: performance.now() / 1000, shown: [], readers: [] };
   for (const figure of document.querySelectorAll(".figure")) {
     const svgs = [...figure.querySelectorAll("svg")].filter((svg) => svg.getBoundingClientRect().width > 0);
-    const curve = svgs.length && svgs[0].querySelector("path.line, path.area, rect");
-    found.shown.push([svgs.length, curve ? curve.getBBox().width / svgs[0].viewBox.baseVal.width : 0]);
+    const drawn = svgs.length ? [...svgs[0].querySelectorAll("path.line, path.area, rect")] : [];
+    const boxes = drawn.map((shape) => shape.getBBox());
+    const spread = Math.max(...boxes.map((box) => box.x + box.width)) - Math.min(...boxes.map((box) => box.x));
+    found.shown.push([svgs.length, boxes.length ? spread / svgs[0].viewBox.baseVal.width : 0]);
     if (!figure.dataset.chart || !svgs.length) continue;
     const box = svgs[0].getBoundingClientRect();
     svgs[0].dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 50 }));
@@ -296,8 +369,8 @@ def test_the_page_lives_in_a_browser(browser: str, eventful: Path, serve: list[S
     assert asked == ["/page"]
     shown = found["shown"]
     assert isinstance(shown, list)
-    assert len(shown) == 8
-    assert all(count == 1 and share > 0.3 for count, share in shown)  # one picture per chart, and its curve has width
+    assert len(shown) == 14
+    assert all(count == 1 and share > 0.3 for count, share in shown), shown  # one picture per chart, and its curve has width
     readers = found["readers"]
     assert isinstance(readers, list)
     assert all(re.search(r"step \d+.*\d", reader) for reader in readers)

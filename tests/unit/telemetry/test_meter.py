@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from shardwright.telemetry.events import Checkpoint, Event, Resumed, SkippedStep
+from shardwright.telemetry.events import Checkpoint, Evaluation, Event, Resumed, RunFinished, SkippedStep
+from shardwright.telemetry.goodput import measure_goodput
 from shardwright.telemetry.meter import (
     Progress,
     Smoothed,
-    measure_goodput,
     measure_throughput,
 )
 from tests.unit.telemetry.samples import start_event, step_event
@@ -64,7 +64,35 @@ def test_goodput_counts_what_a_resume_withdrew_as_lost() -> None:
         at(3.0, SkippedStep(step=3, reason="nan")),
     ]
     goodput = measure_goodput(events)
+    assert goodput.lost_seconds == {
+        "set-up": 2.0, "checkpoints": 1.0, "skipped steps": 1.0, "withdrawn steps": 1.0,
+    }  # fmt: skip
     assert goodput.total_seconds == 7.0
     assert goodput.useful_seconds == 2.0
     assert goodput.share == pytest.approx(2 / 7)
     assert measure_goodput([]).share == 0.0
+
+
+def test_goodput_names_every_loss_and_they_add_up() -> None:
+    """Two processes with ten seconds between them; the first was up for two seconds before it opened its file."""
+
+    def at(elapsed: float, event: Event, opened: float = 1000.0) -> Event:
+        return dataclasses.replace(event, elapsed_seconds=elapsed, time=opened + elapsed)
+
+    events = [
+        at(0.5, start_event()),
+        at(3.0, step_event(1, step_seconds=1.0)),
+        at(4.0, Evaluation(step=1, loss=2.0, perplexity=7.0, tokens=9, seconds=0.75)),
+        at(4.5, Checkpoint(step=1, path="a", size_bytes=1, seconds=9.0, stall_seconds=0.25)),
+        at(5.0, RunFinished(step=1, status="preempted", total_seconds=7.0, total_tokens=64)),
+        at(1.0, start_event(), 1015.0),
+        at(1.0, Resumed(step=1, path="a"), 1015.0),
+        at(3.0, step_event(2, step_seconds=1.5), 1015.0),
+    ]
+    goodput = measure_goodput(events)
+    assert goodput.lost_seconds == pytest.approx(
+        {"set-up": 5.5, "evaluations": 0.75, "checkpoints": 0.25, "between steps": 1.0, "down": 10.0}
+    )
+    assert (goodput.useful_seconds, goodput.total_seconds, goodput.wall_seconds) == (2.5, 10.0, 20.0)
+    assert goodput.useful_seconds + sum(goodput.lost_seconds.values()) == pytest.approx(goodput.wall_seconds)
+    assert goodput.share == pytest.approx(0.125)

@@ -1,0 +1,86 @@
+"""Horizontal bars as SVG text, stacked part by part: a row for each thing that is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from shardwright.report.plot import NUM_COLOURS, shorten
+from shardwright.report.scale import find_ticks, write_ticks
+from shardwright.report.shell import WIDTHS
+
+_ROW, _BAR, _LEGEND = 24, 16, 18
+_CHARACTER_PIXELS = 7.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row: parts are (name, value); a negative value is none. `mark` stands at its end, in words."""
+
+    label: str
+    parts: tuple[tuple[str, float], ...]
+    mark: str = ""
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return sum(value for _, value in self.parts if value > 0)
+
+
+def draw_bars(
+    bars: Sequence[Bar], *, unit: str, write: Callable[[float], str], tones: dict[str, str] | None = None, description: str = ""
+) -> dict[str, str]:
+    """The bars at every width of the page, by its name. `write` writes a value for the tooltip; `tones` are the page's colours by
+    part, as `c0` or `quiet`."""
+    names = list(dict.fromkeys(name for bar in bars for name, _ in bar.parts))
+    chosen = {name: f"c{index % (NUM_COLOURS + 1)}" for index, name in enumerate(names)} | (tones or {})
+    return {key: _draw(bars, width, unit, write, chosen, description) for key, (width, _) in WIDTHS.items()}
+
+
+def _draw(
+    bars: Sequence[Bar], width: int, unit: str, write: Callable[[float], str], tones: dict[str, str], description: str
+) -> str:
+    left = 12 + _CHARACTER_PIXELS * max((len(bar.label) for bar in bars), default=0)
+    left = min(left, 0.4 * width)
+    right = width - 10 - _CHARACTER_PIXELS * max((len(bar.mark) for bar in bars), default=0)
+    highest = max((bar.total for bar in bars), default=0.0) or 1.0
+    scale = (right - left) / highest
+    names = [name for name in tones if any(name == part and value > 0 for bar in bars for part, value in bar.parts)]
+    out, y = _legend(names, tones, width)
+    for bar in bars:
+        out.append(f'<text x="0" y="{y + 13}">{escape(shorten(bar.label, int((left - 8) / _CHARACTER_PIXELS)))}</text>')
+        x = left
+        for name, value in bar.parts:
+            if value > 0:
+                wide = value * scale
+                place = f'x="{x:.1f}" y="{y}" width="{max(0.5, wide - 0.6):.1f}" height="{_BAR}"'
+                title = escape(f"{bar.label} {name}: {write(value)}".strip())
+                out.append(f'<rect style="fill:var(--{tones[name]})" {place}><title>{title}</title></rect>')
+                x += wide
+        if bar.mark:
+            out.append(f'<text class="name" x="{x + 5:.1f}" y="{y + 13}">{escape(bar.mark)}</text>')
+        y += _ROW
+    ticks = find_ticks(0.0, highest, max(2, int((right - left) / 70)))
+    for tick, written in zip(ticks, write_ticks(ticks), strict=True):
+        at = left + tick * scale
+        out.append(f'<path class="grid" d="M{at:.1f} {y}v4"/><text x="{at:.1f}" y="{y + 17}" text-anchor="middle">{written}</text>')
+    out.append(f'<text x="{width - 4}" y="{y + 31}" text-anchor="end">{escape(unit)}</text>')
+    label = escape(description, quote=True)
+    return f'<svg class="plot" viewBox="0 0 {width} {y + 36}" role="img" aria-label="{label}">{"".join(out)}</svg>'
+
+
+def _legend(names: Sequence[str], tones: dict[str, str], width: int) -> tuple[list[str], int]:
+    """Names in their colours, in as many rows as they take; and where the bars begin."""
+    if len(names) < 2:
+        return [], 4
+    out: list[str] = []
+    x, y = 0.0, 12
+    for name in names:
+        pixels = 14 + _CHARACTER_PIXELS * len(name)
+        if x and x + pixels > width:
+            x, y = 0.0, y + _LEGEND
+        out.append(f'<rect style="fill:var(--{tones[name]})" x="{x:.0f}" y="{y - 9}" width="9" height="9" rx="2"/>')
+        out.append(f'<text x="{x + 13:.0f}" y="{y}">{escape(name)}</text>')
+        x += pixels + 10
+    return out, y + 12

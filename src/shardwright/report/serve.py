@@ -1,0 +1,183 @@
+"""The page of a run, served live on this machine: `shardwright watch`.
+
+Only 127.0.0.1 listens, and only an address that holds the run's random token is answered; a request whose Host header names another
+machine is refused, so that no web page can reach it by a name of its own (DNS rebinding). There are four addresses and no files:
+
+    /TOKEN/           the page                 /TOKEN/page      the same, for the page itself to take its new body from
+    /TOKEN/state      the version, as JSON     /TOKEN/metrics   the newest numbers as Prometheus text
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.server
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from shardwright.errors import InputError
+from shardwright.report.page import render_page
+from shardwright.report.runs import PREDICTION_NAME, load_runs
+from shardwright.telemetry.events import FILE_NAME
+from shardwright.telemetry.prometheus import write_metrics
+
+HOST = "127.0.0.1"
+_LONGEST_WAIT_SECONDS = 5.0
+"""Of a client for its own request, before it is hung up on."""
+
+
+class LivePage:
+    """The page as of now: made again when the runs have said more, and at most a tenth of the time."""
+
+    def __init__(self, runs: Sequence[Path]) -> None:
+        self._runs = list(runs)
+        self._lock = threading.Lock()
+        self._page = b""
+        self._metrics = b""
+        self._version = ""
+        self._rest_until = 0.0
+
+    def version(self) -> str:
+        """Changes when the page would."""
+        parts = []
+        for run in self._runs:
+            for path in (run / FILE_NAME if run.is_dir() else run, run / PREDICTION_NAME):
+                try:
+                    found = path.stat()
+                    parts.append(f"{found.st_size:x}.{found.st_mtime_ns:x}")
+                except OSError:
+                    parts.append("-")
+        return "_".join(parts)
+
+    def page(self) -> bytes:
+        """HTML; UTF-8.
+
+        Raises:
+            InputError: the runs can no longer be read.
+        """
+        return self._made()[0]
+
+    def metrics(self) -> bytes:
+        """Prometheus text; UTF-8."""
+        return self._made()[1]
+
+    def told_version(self) -> str:
+        """The version to tell a page that asks: the newest, but the one that is there while making another must wait."""
+        with self._lock:
+            return self._version if self._version and time.monotonic() < self._rest_until else self.version()
+
+    def _made(self) -> tuple[bytes, bytes]:
+        with self._lock:
+            version = self.version()
+            if version != self._version and (not self._page or time.monotonic() >= self._rest_until):
+                began = time.monotonic()
+                runs = load_runs(self._runs)
+                self._page = render_page(runs, live_version=version).encode()
+                self._metrics = write_metrics([(run.name, run.log.events) for run in runs]).encode()
+                self._version = version
+                self._rest_until = time.monotonic() + 9 * (time.monotonic() - began)
+            return self._page, self._metrics
+
+
+class LiveServer(http.server.ThreadingHTTPServer):
+    """Serves a `LivePage` behind a token until `shutdown`."""
+
+    daemon_threads = True
+
+    def __init__(self, page: LivePage, port: int = 0, token: str | None = None) -> None:
+        """
+        Args:
+            port: 0 takes a free one.
+            token: default 256 random bits.
+
+        Raises:
+            InputError: the port is taken.
+        """
+        self.page = page
+        self.token = token or secrets.token_urlsafe(32)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise InputError(
+                f"cannot listen on port {port}: {error.strerror}",
+                field="--port",
+                got=port,
+                remedy="Leave it out to take a free one",
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """What to open; holds the token."""
+        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
+
+    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
+        """A client that goes away in the middle is no news."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Answers GET and HEAD."""
+
+    server: LiveServer
+    server_version, sys_version = "shardwright", ""
+    timeout = _LONGEST_WAIT_SECONDS
+
+    def do_GET(self) -> None:
+        """Any of the four addresses."""
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        """The same without its body."""
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        port = self.server.server_address[1]
+        if self.headers.get("Host", "").lower() not in (f"{HOST}:{port}", f"localhost:{port}"):
+            self._send(HTTPStatus.FORBIDDEN, b"this address is for this machine only\n", "text/plain; charset=utf-8", with_body)
+            return
+        _, token, *rest = urlsplit(self.path).path.split("/")
+        if not hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.server.token.encode()):
+            self._send(HTTPStatus.FORBIDDEN, b"the address needs its token\n", "text/plain; charset=utf-8", with_body)
+            return
+        found = self._pages().get("/".join(rest)) if rest else None
+        if found is None:
+            self._send(HTTPStatus.NOT_FOUND, b"nothing is there\n", "text/plain; charset=utf-8", with_body)
+            return
+        make, kind = found
+        try:
+            body = make()
+        except InputError as error:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain; charset=utf-8", with_body)
+            return
+        self._send(HTTPStatus.OK, body, kind, with_body)
+
+    def _pages(self) -> dict[str, tuple[Callable[[], bytes], str]]:
+        page = self.server.page
+        html = "text/html; charset=utf-8"
+        return {
+            "": (page.page, html),
+            "page": (page.page, html),
+            "state": (lambda: json.dumps({"version": page.told_version()}).encode(), "application/json"),
+            "metrics": (page.metrics, "text/plain; version=0.0.4; charset=utf-8"),
+        }
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"), ("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing: addresses hold the token."""
