@@ -41,8 +41,6 @@ def write(subject: Subject) -> Emitted:
 def _zero(subject: Subject) -> dict[str, Any]:
     layout = subject.plan.layout
     zero: dict[str, Any] = {"stage": layout.zero_stage}
-    if layout.zero_stage:
-        zero["overlap_comm"] = True
     if layout.zero_stage == 3 and layout.dp_replicate > 1:
         zero["mics_shard_size"] = layout.fsdp
     for name in _OFFLOADED.get(subject.offload, ()):
