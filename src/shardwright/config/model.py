@@ -32,9 +32,13 @@ class ModelSection(Section):
     """Let a model of an unknown family be made by the Python code in its own folder (`path`), which then runs as you."""
     freeze: tuple[str, ...] = ()
     """Parameters that keep their initial values, by name pattern (`*.bias`). A pattern that matches nothing is an error."""
+    keep_zeros: bool = False
+    """Zeros of the matrices of `path` stay zero: a pruned model stays pruned. Their gradients count nowhere."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
+        if self.keep_zeros and not self.pretrained:
+            raise ValueError("`keep_zeros` keeps those of a folder's weights; it needs `path`")
         if (self.path is None) == (self.config is None):
             raise ValueError("give either `path` (a Hugging Face folder) or `config` (its config.json inline), not both or neither")
         if self.init == "pretrained" and self.path is None:

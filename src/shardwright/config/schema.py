@@ -48,6 +48,13 @@ class Recipe(Section):
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
+    def _tokens_are_learned(self) -> Recipe:
+        for key in ("label_smoothing", "neftune_noise_alpha"):
+            if self.preference is not None and getattr(self.training, key):
+                raise ValueError(f"`training.{key}` is for learning tokens; it does nothing with `preference`")
+        return self
+
+    @model_validator(mode="after")
     def _adapters_train_alone(self) -> Recipe:
         if self.adapters is not None and self.model.freeze:
             raise ValueError("`adapters` freeze all of the model's own weights: leave `model.freeze` out")

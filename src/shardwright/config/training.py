@@ -45,6 +45,12 @@ class TrainingSection(Section):
     """Decay of matrices, added to the gradient with sgd, decoupled with every other rule; norms and biases are not decayed."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip to this global norm; null clips nothing."""
+    label_smoothing: Fraction = 0.0
+    """Share of each target that is spread evenly over the vocabulary. Losses of training steps are the smoothed ones, those of
+    evaluation are not."""
+    neftune_noise_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Noise on the embeddings while training, drawn evenly from +-alpha / sqrt(sequence_length x hidden_size): NEFTune (arXiv
+    2310.05914; 5 is usual for fine-tuning). A function of seed, step and sample: every layout draws the same."""
     max_skipped_steps: NonNegative = 10
     """Steps in a row that may be skipped for a gradient that is not finite before the run is an error."""
 

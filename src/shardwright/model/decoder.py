@@ -6,6 +6,7 @@ Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -46,6 +47,7 @@ def full_logits_loss(
     *,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """Summed cross-entropy with all logits held at once: the plain definition, for when no chunked loss is given."""
@@ -53,7 +55,8 @@ def full_logits_loss(
     if vocabulary is not None:
         logits_NV = vocabulary.whole(logits_NV)
     accumulate = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
-    return F.cross_entropy(logits_NV.to(accumulate), labels_N, ignore_index=-100, reduction="sum")
+    logits_NV = logits_NV.to(accumulate)
+    return F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
 
 
 def head_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, logit_scale: float, soft_cap: float | None) -> Tensor:
@@ -97,6 +100,10 @@ class Decoder(nn.Module):
     """
 
     cuts: Cuts = WHOLE
+    label_smoothing: float = 0.0
+    """Share of each target spread evenly over the vocabulary in the token loss, while training."""
+    noise_alpha: float = 0.0
+    """NEFTune: while training, embeddings get noise of up to alpha / sqrt(tokens of a row x width)."""
     reads_root_backward = False
     """Whether the backward pass reads more of what lies outside the blocks than the last norm's weight."""
 
@@ -308,6 +315,9 @@ class Decoder(nn.Module):
         )
         if first and context.dropout is not None and self.shape.embedding_dropout > 0.0:
             x_BTD = context.dropout.share(tensor).drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
+        if first and context.dropout is not None and self.noise_alpha > 0.0:
+            size = self.noise_alpha / math.sqrt(num_tokens * self.shape.hidden_size)
+            x_BTD = context.dropout.share(tensor).add_noise(x_BTD, size)
         for block in self.blocks:
             if stage is None or block.index in stage.layers:
                 x_BTD = block(x_BTD, context)
@@ -348,6 +358,8 @@ class Decoder(nn.Module):
             return logits_BTV if vocabulary is None else vocabulary.whole(logits_BTV)
         if vocabulary is not None:
             options["vocabulary"] = vocabulary
+        if loss is None and self.training and self.label_smoothing > 0.0:
+            options["label_smoothing"] = self.label_smoothing
         loss = loss or self.loss_function
         return loss(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
 

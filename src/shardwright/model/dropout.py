@@ -28,6 +28,7 @@ class Site(IntEnum):
     ATTENTION_OUT = 3
     FEED_FORWARD = 4
     ADAPTER = 5
+    NOISE = 6
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ class Dropout:
         """Zero each feature of each token with probability `rate`; the others are divided by 1 - rate."""
         keys_BT = _mix(self.keys_BT ^ site.value)
         return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate)
+
+    def add_noise(self, x_BTD: Tensor, size: float) -> Tensor:
+        """Add to each feature of each token a number drawn evenly from [-size, size)."""
+        keys_BT = _mix(self.keys_BT ^ Site.NOISE.value)
+        hashed_BTD = _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device))
+        return x_BTD + (hashed_BTD.to(torch.float32) * (size * 2.0**-31)).to(x_BTD.dtype)
 
     def drop_adapter(self, x_BTD: Tensor, rate: float, number: int, *, first_feature: int = 0) -> Tensor:
         """`drop` for the inputs of one of a layer's adapters, of which `first_feature` is the first that this rank has."""

@@ -62,6 +62,7 @@ class ParallelModel:
         self.groups = groups
         self.pipeline: Pipeline | None = None
         self.trainable = trainable
+        self._when_summed: list[Callable[[], None]] = []
         self._sums = [pending for pending in sums if pending.name in trainable]
         self._here = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
         # FSDP2 swaps a module's parameters between sharded and whole; the sharded ones are the model's, always these objects.
@@ -164,6 +165,12 @@ class ParallelModel:
                     parameter.grad = torch.zeros_like(parameter)
             gradients = {name: local_part(p.grad) for name, p in held_here.items() if p.grad is not None}
             make_sums(self._sums, gradients, bucket_size_bytes=self.layout.bucket_size_bytes)
+        for call in self._when_summed:
+            call()
+
+    def when_summed(self, call: Callable[[], None]) -> None:
+        """Have this called whenever a step's gradients are there, before anybody reads them."""
+        self._when_summed.append(call)
 
     def reshard(self) -> None:
         """Free all gathered parameters. Needed before anything reads or writes parameters by name."""

@@ -20,7 +20,7 @@ from shardwright.plan import Plan, count_steps, resolve
 
 FIXED_TRAINING = (
     "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "batch_scaling", "base_batch_size",
-    "weight_decay", "max_grad_norm",
+    "weight_decay", "max_grad_norm", "label_smoothing", "neftune_noise_alpha",
 )  # fmt: skip
 """Of the recipe's training section, what a resumed run has in common with the run that saved; its length may change."""
 
@@ -73,6 +73,13 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base)
     resolve_rules(recipe.moe, shape)  # refuses what the model does not have
+    if recipe.model.keep_zeros and shape.adapters is not None:
+        raise RecipeError(
+            "adapters leave the model's zeros alone, and fill them where they are merged",
+            field="model.keep_zeros",
+            got=True,
+            remedy="Leave it out, or fine-tune without adapters",
+        )
     if recipe.optimizer.name == "adamw_8bit":
         require_torchao()
         layouts = placement.place(shape, plan.layout, placement.stages_of(shape, plan.layout, plan.batch.sequence_length))

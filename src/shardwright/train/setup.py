@@ -30,6 +30,7 @@ from shardwright.optim import build_optimizer, learning_rate_at
 from shardwright.parallel.apply import Fill, apply_layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
 from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.zeros import keep_zeros
 from shardwright.train.outcome import first_line
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
@@ -110,6 +111,8 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
             compute_dtype=precision.compute,
             expert_rules=resolve_rules(recipe.moe, checked.shape),
         )
+    decoder.label_smoothing = recipe.training.label_smoothing
+    decoder.noise_alpha = recipe.training.neftune_noise_alpha
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in checked.frozen)
     return apply_layout(
@@ -163,6 +166,9 @@ def build_state(checked: Checked, device: torch.device, agree: Callable[[bool], 
         weight_decay=recipe.training.weight_decay,
         cut=model,
     )
+    if recipe.model.keep_zeros:
+        kept = keep_zeros(model, optimizer)
+        logger.info("keep_zeros: %.1f%% of the trained matrices stay zero", 100.0 * kept.share)
     scaler = LossScaler(recipe.precision, agree) if recipe.precision.kind == "fp16" else None
     return TrainState(model, optimizer, scaler)
 
