@@ -52,7 +52,7 @@ def pattern(member: int, length: int, dtype: torch.dtype, num_members: int) -> T
     """
     steps = (torch.arange(length, dtype=torch.int64) + member) % 4
     if not dtype.is_floating_point:
-        return 2**60 // num_members + 7 * steps + member
+        return 2**60 + 7 * steps + member  # sums of many wrap around, alike on every device
     capacity = 2.0 / torch.finfo(dtype).eps  # whole numbers up to here are exact
     step = torch.finfo(dtype).eps
     while step < 1.0 and num_members / step + 3 * num_members > capacity:

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardwright.probe.examination import (
     choose_device,
     hand_in,
     judge_reports_missing,
+    leave_groups,
     look_at_self,
     measure,
     open_report,
@@ -112,14 +113,14 @@ def examine_rank(order: Order, ranks: RankEnvironment, deliver: Callable[[Diagno
         os._exit(1)  # the thread that hangs cannot be ended otherwise
 
     watch = Watch(order.timeout_seconds, expired)
-    room = Room(order, ranks, device, None, watch, report)
+    room = Room(order, ranks, device, None, watch, report, owns_group=not dist.is_initialized())
     try:
         look_at_self(room)
         if ranks.world_size > 1:
             meeting = meet(ranks, order.timeout_seconds)
             watch.close()
             watch = Watch(order.timeout_seconds, expired, ranks.rank, meeting.store)
-            room = Room(order, ranks, device, meeting, watch, report)
+            room = replace(room, meeting=meeting, watch=watch)
         measure(room)
         reports = hand_in(room)
     except NotMet as error:
@@ -128,8 +129,7 @@ def examine_rank(order: Order, ranks: RankEnvironment, deliver: Callable[[Diagno
         return diagnose(order, {ranks.rank: report}, None, (error.finding,), world_size=ranks.world_size)
     finally:
         watch.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_groups(room)
     return diagnose(order, reports, meeting) if ranks.rank == 0 else None
 
 
@@ -162,7 +162,7 @@ def diagnose(
     findings += bandwidth.judge_collectives(merged, per_node, name, order.inter_link)
     if meeting is not None:
         times = [one for report in reports.values() for one in report.link_times]
-        findings += links.judge_links(times, {rank: seat.node for rank, seat in meeting.seats.items()})
+        findings += links.judge_links(times, meeting.seats, first.device_kind)
     return Diagnosis(
         findings=(*findings, *beside),
         world_size=size,

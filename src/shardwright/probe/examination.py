@@ -92,6 +92,8 @@ class Room:
     meeting: Meeting | None
     watch: Watch
     report: RankReport
+    owns_group: bool = True
+    """Whether the process group is the examination's own, to be made and left; not where the caller is a member of one already."""
 
 
 def choose_device(order: Order, ranks: RankEnvironment) -> torch.device:
@@ -155,14 +157,19 @@ def measure(room: Room) -> None:
         except (RuntimeError, OSError) as error:
             room.report.failure = (name, first_line(str(error)))
             break
-    if dist.is_initialized() and room.report.failure is not None:
-        # Peers that wait for this rank hear of it now, not at the end of their own time.
+    if room.report.failure is not None:
+        leave_groups(room)  # peers that wait for this rank hear of it now, not at the end of their own time
+
+
+def leave_groups(room: Room) -> None:
+    """Leave the process group, if the examination made it."""
+    if room.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _join_groups(room: Room) -> None:
     assert room.meeting is not None
-    if not dist.is_initialized():
+    if room.owns_group:
         init_process_group(
             room.device.type,
             timeout=timedelta(seconds=room.order.timeout_seconds),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardwright.probe.bandwidth import send_or_receive
 from shardwright.probe.finding import Finding, Verdict, name_ranks, worst
 from shardwright.probe.outliers import LINK_LIMITS, Odd, find_odd
+from shardwright.probe.rendezvous import Seat
 
 SECTION = "links"
 
@@ -79,7 +80,7 @@ def time_links(device: torch.device, num_bytes: int) -> list[LinkTime]:
     return found
 
 
-def judge_links(times: Sequence[LinkTime], nodes: Mapping[int, str]) -> list[Finding]:
+def judge_links(times: Sequence[LinkTime], seats: Mapping[int, Seat], device_kind: str) -> list[Finding]:
     """The usual rate within and between nodes, then each odd rank, else each odd link.
 
     A rank whose every link (out, or in) is odd is named itself; a link is named where its ranks' others are as they should be.
@@ -89,7 +90,7 @@ def judge_links(times: Sequence[LinkTime], nodes: Mapping[int, str]) -> list[Fin
         rates = {
             (one.sender, one.receiver): one.num_bytes / one.seconds
             for one in times
-            if (nodes[one.sender] != nodes[one.receiver]) == crosses
+            if (seats[one.sender].node != seats[one.receiver].node) == crosses
         }
         if not rates:
             continue
@@ -99,11 +100,11 @@ def judge_links(times: Sequence[LinkTime], nodes: Mapping[int, str]) -> list[Fin
         told = f"{len(rates)} directions, {least:.3g} to {most:.3g} GB/s, median {middle:.3g}"
         told_rates = {f"{a}->{b}": rate for (a, b), rate in rates.items()}
         findings.append(Finding(SECTION, f"pairs {where}", "pass", told, numbers={"bytes_per_second": told_rates}))
-        findings += _name_odd(find_odd(rates, LINK_LIMITS), rates, nodes)
+        findings += _name_odd(find_odd(rates, LINK_LIMITS), rates, seats, device_kind)
     return findings
 
 
-def _name_odd(odd: Sequence[Odd[Pair]], rates: Mapping[Pair, float], nodes: Mapping[int, str]) -> list[Finding]:
+def _name_odd(odd: Sequence[Odd[Pair]], rates: Mapping[Pair, float], seats: Mapping[int, Seat], device_kind: str) -> list[Finding]:
     findings = []
     left = {one.key: one for one in odd}
     for side, verb in ((0, "sends"), (1, "receives")):
@@ -113,18 +114,19 @@ def _name_odd(odd: Sequence[Odd[Pair]], rates: Mapping[Pair, float], nodes: Mapp
                 mine = [left.pop(pair) for pair in all_of_rank]
                 share = max(one.share for one in mine)
                 verdict: Verdict = worst(one.verdict for one in mine)
-                told = f"rank {rank} ({nodes[rank]}) {verb} at {share:.0%} of the others' rate or less, to whomever"
-                remedy = f"Look at rank {rank}'s adapter, its slot and what else runs on {nodes[rank]}; or leave that node out"
+                told = f"rank {rank} ({seats[rank].host}) {verb} at {share:.0%} of the others' rate or less, to whomever"
+                remedy = f"Look at rank {rank}'s adapter, its slot and what else runs on {seats[rank].host}; or leave that node out"
                 findings.append(
                     Finding(SECTION, f"slow {name_ranks([rank])}", verdict, told, remedy, {"rank": rank, "share": share})
                 )
     for (sender, receiver), one in left.items():
         told = f"{one.rate / 1e9:.3g} GB/s from rank {sender} to rank {receiver}, {one.share:.0%} of the others' median"
-        remedy = f"Look at the cable and switch between {nodes[sender]} and {nodes[receiver]}"
-        if nodes[sender] == nodes[receiver]:
-            remedy = (
-                f"Look at what joins ranks {sender} and {receiver} of {nodes[sender]}: nvidia-smi topo -m, nvidia-smi nvlink -s"
-            )
+        here, there = seats[sender], seats[receiver]
+        remedy = f"Look at the cable and switch between {here.host} and {there.host}"
+        if here.node == there.node:
+            remedy = f"Look at what else runs on {here.host}, then examine again"
+            if device_kind == "cuda":
+                remedy = f"Look at what joins them on {here.host}: nvidia-smi topo -m, nvidia-smi nvlink -s"
         numbers = {"sender": sender, "receiver": receiver, "share": one.share}
         findings.append(Finding(SECTION, f"slow link {sender} -> {receiver}", one.verdict, told, remedy, numbers))
     return findings

@@ -1,0 +1,235 @@
+"""From what ranks measured to verdicts: groups, links, results, clocks, folders, versions. No ranks are started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.hardware import MatmulRate
+from shardwright.layout import Layout
+from shardwright.probe.bandwidth import GroupTime, groups_of, judge_collectives, merge_times, whole_bytes
+from shardwright.probe.clock import Offset, judge_clocks
+from shardwright.probe.correctness import Checked, Wrong, judge_correctness, pattern
+from shardwright.probe.examination import RankReport, judge_reports_missing
+from shardwright.probe.finding import Finding
+from shardwright.probe.host import Host, judge_hosts
+from shardwright.probe.links import LinkTime, judge_links, pairings
+from shardwright.probe.matmul import CopyRate, judge_copies, judge_products
+from shardwright.probe.rendezvous import Seat
+from shardwright.probe.software import Software, judge_software
+from shardwright.probe.storage import Folder, Sight, Written, judge_sights, judge_writes
+
+HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
+SEATS = {rank: Seat(host, host, rank % 2) for rank, host in HOSTS.items()}
+
+
+def bad(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.verdict for finding in findings if finding.verdict != "pass"}
+
+
+def products(tera: dict[int, float]) -> dict[int, list[MatmulRate]]:
+    return {rank: [MatmulRate("bf16", 8192, 8192, 8192, value * 1e12)] for rank, value in tera.items()}
+
+
+def test_products_are_held_against_the_data_sheet_and_each_other() -> None:
+    names = dict.fromkeys(range(4), "NVIDIA H100 80GB HBM3")
+    assert bad(judge_products(products({0: 740, 1: 750, 2: 735, 3: 745}), "cuda", names)) == {}
+    assert bad(judge_products(products({0: 740, 1: 750, 2: 300, 3: 745}), "cuda", names)) == {"products, bf16: slow rank 2": "fail"}
+    # All alike, and all far below what the device is made for.
+    assert bad(judge_products(products(dict.fromkeys(range(4), 250.0)), "cuda", names)) == {"products, bf16": "fail"}
+
+
+def test_a_device_that_no_data_sheet_knows_is_only_compared() -> None:
+    assert bad(judge_products(products({0: 1.0, 1: 0.9}), "cuda", {0: "abacus", 1: "abacus"})) == {}
+
+
+def test_copies_to_the_device_are_held_against_the_bus() -> None:
+    names = {0: "NVIDIA H100 80GB HBM3"}
+    rates = {0: [CopyRate("memory", 2**30, 2.9e12), CopyRate("to device", 2**28, 12e9)]}
+    assert bad(judge_copies(rates, "cuda", names, pcie_generation=5)) == {"copies to device": "fail"}
+    assert bad(judge_copies(rates, "cuda", names, pcie_generation=3)) == {}
+
+
+def times(seconds: dict[tuple[int, ...], float], kind: Any = "all_reduce", size: int = 2**28) -> list[GroupTime]:
+    return [GroupTime("tp", ranks, kind, size, value) for ranks, value in seconds.items()]
+
+
+def test_bus_bandwidth_is_nccl_tests_and_stands_beside_the_links_peak() -> None:
+    # 256 MiB over 8 ranks in 1.25 ms: 214.7 GB/s x 7/4.
+    ranks = tuple(range(8))
+    (finding,) = judge_collectives(times({ranks: 1.25e-3}), {ranks: 8}, "NVIDIA H100 80GB HBM3", None)
+    assert finding.numbers["bus_bytes_per_second"][2**28] == pytest.approx(2**28 / 1.25e-3 * 1.75)
+    assert (finding.numbers["link"], finding.verdict) == ("nvlink4", "pass")
+    (finding,) = judge_collectives(times({ranks: 20e-3}), {ranks: 8}, "NVIDIA H100 80GB HBM3", None)
+    assert finding.verdict == "fail"  # 23 GB/s: it went over PCIe
+    assert "NCCL_DEBUG" in finding.remedy
+    (finding,) = judge_collectives(times({ranks: 12e-3}), {ranks: 4}, "NVIDIA H100 80GB HBM3", "ib400")
+    assert (finding.numbers["link"], finding.verdict) == ("ib400", "pass")  # two nodes: the network is the link
+
+
+def test_a_group_that_is_slower_than_the_others_is_named() -> None:
+    seconds = {(0, 1): 1.0, (2, 3): 1.05, (4, 5): 4.0, (6, 7): 0.98}
+    findings = judge_collectives(times(seconds), dict.fromkeys(seconds, 2), None, None)
+    assert bad(findings) == {"slow group of tp: ranks 4-5": "fail"}
+
+
+def test_a_group_is_as_slow_as_its_slowest_member() -> None:
+    one, other = times({(0, 1): 1.0}), times({(0, 1): 3.0})
+    assert merge_times({0: one, 1: other}) == times({(0, 1): 3.0})
+
+
+def test_groups_and_messages() -> None:
+    found = groups_of(Layout(pp=2, dp_shard=2, tp=2, zero_stage=3))
+    assert {groups.name: groups.groups[0] for groups in found} == {
+        "pp": (0, 4),
+        "dp_shard = fsdp": (0, 2),
+        "tp": (0, 1),
+        "all": tuple(range(8)),
+    }
+    assert [groups.name for groups in groups_of(Layout(dp_shard=4, ep=2, zero_stage=3))] == ["dp_shard = fsdp = all", "efsdp", "ep"]
+    assert groups_of(Layout()) == []
+    assert whole_bytes(1000, 3) == 996
+    assert whole_bytes(1, 8) == 32
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_pairs_meet_once_each(size: int) -> None:
+    rounds = pairings(size)
+    assert all(partners[partner] == rank for partners in rounds for rank, partner in partners.items())
+    met = [frozenset(pair) for partners in rounds for pair in partners.items()]
+    assert all(met.count(pair) == 2 for pair in met)
+    assert len(set(met)) == size * (size - 1) // 2
+    assert len(pairings(64)) == 15
+
+
+def link_times(slow: dict[tuple[int, int], float]) -> list[LinkTime]:
+    return [LinkTime(a, b, 10**6, slow.get((a, b), 1e-3)) for a in range(4) for b in range(4) if a != b]
+
+
+def test_a_slow_sender_is_named_by_its_links_and_a_cable_by_its_ends() -> None:
+    two = {rank: Seat("a", "a", rank) for rank in range(4)}
+    assert bad(judge_links(link_times({}), two, "cuda")) == {}
+    sends = dict.fromkeys([(1, 0), (1, 2), (1, 3)], 5e-3)
+    assert bad(judge_links(link_times(sends), two, "cuda")) == {"slow rank 1": "fail"}
+    receives = dict.fromkeys([(0, 3), (1, 3), (2, 3)], 2e-3)
+    (finding,) = [one for one in judge_links(link_times(receives), two, "cuda") if one.verdict != "pass"]
+    assert "receives" in finding.value
+    assert finding.verdict == "warn"
+    (finding,) = [one for one in judge_links(link_times({(0, 2): 1e-2}), two, "cuda") if one.verdict != "pass"]
+    assert finding.name == "slow link 0 -> 2"
+    assert "nvlink" in finding.remedy
+
+
+def test_links_between_nodes_are_compared_among_themselves() -> None:
+    network = {(a, b): 2e-2 for a in range(4) for b in range(4) if HOSTS[a] != HOSTS[b]}
+    assert bad(judge_links(link_times(network), SEATS, "cuda")) == {}
+    (finding,) = [one for one in judge_links(link_times({**network, (0, 2): 0.2}), SEATS, "cuda") if one.verdict != "pass"]
+    assert finding.name == "slow link 0 -> 2"
+    assert "between a and b" in finding.remedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("num_members", [2, 3, 8, 64, 512])
+def test_sums_of_the_pattern_are_exact_and_narrower_ones_are_not(dtype: torch.dtype, num_members: int) -> None:
+    given = [pattern(member, 16, dtype, num_members) for member in range(num_members)]
+    total = given[0].clone()
+    for one in given[1:]:
+        total += one
+    wide = torch.stack([one.double() if dtype.is_floating_point else one for one in given]).sum(0)
+    assert torch.equal(total.double() if dtype.is_floating_point else total, wide)
+    narrower = {torch.float32: torch.bfloat16, torch.float64: torch.float32, torch.int64: torch.float64}.get(dtype)
+    if narrower is not None:
+        assert not torch.equal(given[1].to(narrower).to(dtype), given[1])
+    if dtype != torch.bfloat16 or num_members <= 64:
+        assert not torch.equal(given[0], given[1])
+
+
+def test_wrong_results_name_collective_ranks_and_dtype() -> None:
+    wrong = Wrong("all_reduce", "float32", "tp", 1, "32 of 96 elements differ")
+    checked = {0: [Checked(24, ())], 1: [Checked(24, (wrong, replace(wrong, dtype="float64")))]}
+    (finding,) = judge_correctness(checked)
+    assert (finding.name, finding.verdict) == ("all_reduce over tp", "fail")
+    assert "wrong on rank 1 in float32, float64" in finding.value
+    assert bad(judge_correctness({0: [Checked(24, ())]})) == {}
+
+
+def test_clocks() -> None:
+    assert bad(judge_clocks({1: Offset(0.3, 0.5), 2: Offset(-0.02, 1e-4)}, HOSTS)) == {}  # within what the trip allows
+    (finding,) = judge_clocks({1: Offset(1e-4, 1e-4), 2: Offset(-3.0, 1e-3)}, HOSTS)
+    assert finding.verdict == "warn"
+    assert "rank 2: b's clock is 3.0 s behind" in finding.value
+    assert judge_clocks({2: Offset(60.0, 1e-3)}, HOSTS)[0].verdict == "fail"
+
+
+def test_folders() -> None:
+    shared, own = Folder("run folder", "/runs", True), Folder("data cache", "/cache", False)
+    blind = {0: [Sight("run folder", "/runs", (2, 3), 10.0), Sight("data cache", "/cache", (2, 3), 10.0)]}
+    assert bad(judge_sights(blind, [shared, own], HOSTS)) == {"run folder seen by all": "fail", "data cache seen by all": "warn"}
+    seen = {rank: [Sight("run folder", "/runs", (), 0.1)] for rank in HOSTS}
+    assert bad(judge_sights(seen, [shared], HOSTS)) == {}
+    broken = {0: [Written("run folder", "/runs", 2**40, 1e9)], 2: [Written("run folder", "/runs", problem="Read-only file system")]}
+    (finding,) = judge_writes(broken, HOSTS)
+    assert "rank 2 cannot write to /runs (b): Read-only" in finding.value
+    assert bad(judge_writes({0: [Written("run folder", "/runs", 2**30, 1e9)]}, HOSTS)) == {"run folder": "warn"}
+
+
+SOFTWARE = Software({"torch": "2.13.0"}, (), ("flash", "math"), "g++", ("gloo",), False, ())
+
+
+def test_ranks_with_other_versions_are_named() -> None:
+    other = replace(SOFTWARE, versions={"torch": "2.12.1"})
+    findings = judge_software({0: SOFTWARE, 1: SOFTWARE, 2: other})
+    assert bad(findings) == {"same on all ranks": "fail"}
+    assert any("2.12.1 on rank 2" in finding.value for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "verdict"),
+    [
+        ({"requirements": ("torch>=2.11 is wanted, 2.4 is installed",)}, "versions", "fail"),
+        ({"collectives": ()}, "collectives", "fail"),
+        ({"cuda": True}, "collectives", "fail"),
+        ({"attention": ("math",)}, "attention", "warn"),
+        ({"compiler": ""}, "compile", "warn"),
+    ],
+)
+def test_what_software_does_not_enable(change: dict[str, Any], name: str, verdict: str) -> None:
+    assert bad(judge_software({0: replace(SOFTWARE, **change)})) == {name: verdict}
+
+
+HOST = Host("a", 32, None, 1.0, 2**37, 2**36, None, 2**34, 2**20, -1, 2, "performance")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"core_quota": 2.0}, "cores"),
+        ({"load": 60.0}, "other work"),
+        ({"available_bytes": 2**30}, "memory"),
+        ({"open_files": 1024}, "open files"),
+        ({"shared_memory_bytes": 64 * 2**20}, "/dev/shm"),
+        ({"governor": "powersave"}, "clock governor"),
+    ],
+)
+def test_a_host_that_is_too_small_is_told(change: dict[str, Any], name: str) -> None:
+    assert bad(judge_hosts({"a": (HOST, 8)}, cuda=False)) == {}
+    assert bad(judge_hosts({"a": (replace(HOST, **change), 8)}, cuda=False)) == {name: "warn"}
+
+
+def test_alike_hosts_are_told_once() -> None:
+    hosts = {name: (replace(HOST, name=name), 8) for name in ("a", "b", "c")}
+    names = [finding.name for finding in judge_hosts(hosts, cuda=True)]
+    assert names.count("cores @ a") == 1
+    assert not any(name.endswith("@ b") for name in names)
+    small = hosts | {"b": (replace(HOST, name="b", locked_bytes=65536), 8)}
+    assert bad(judge_hosts(small, cuda=True)) == {"locked memory @ b": "warn"}
+
+
+def test_ranks_that_fell_silent_and_stages_that_broke_are_named() -> None:
+    reports = {0: RankReport(0, "a", failure=("collectives", "Connection closed by peer")), 1: RankReport(1, "a")}
+    findings = judge_reports_missing(reports, 3, HOSTS)
+    assert bad(findings) == {"reports": "fail", "collectives": "fail"}
+    assert "rank 2 (b)" in findings[0].value
