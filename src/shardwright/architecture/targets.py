@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from shardwright.architecture.adapters import ADAPTED_ROLES, AdapterShape, module_of
 from shardwright.architecture.count import EXPERT_ROLES
+from shardwright.architecture.peft import read_peft_folder
 from shardwright.architecture.shape import ModelShape
 from shardwright.config.adapters import DEFAULT_RANK, AdapterSection
 from shardwright.errors import RecipeError, nearest
@@ -37,11 +38,16 @@ def _check_quantised(shape: ModelShape) -> None:
 
 
 def choose_adapters(shape: ModelShape, section: AdapterSection) -> AdapterShape:
-    """The adapters that a recipe asks for (its `path` is read elsewhere), beside matrices of this model.
+    """The adapters that a recipe asks for, or that its `path` holds, beside matrices of this model.
 
     Raises:
         RecipeError: a pattern that matches nothing, or nothing that can have an adapter; a kind that experts cannot have.
+        WeightsError: a folder that does not hold adapters of this model.
     """
+    if section.path is not None:
+        adapters = read_peft_folder(section.path, shape, dropout=section.dropout)
+        check_adapters(shape, adapters)
+        return adapters
     rank = section.rank if section.rank is not None else DEFAULT_RANK
     modules = choose_modules(shape, section.targets, section.exclude)
     adapters = AdapterShape(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, show_log
 from shardwright.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shardwright.train.source import ModelSource
 
 SCHEMA_VERSION = 1
 
@@ -29,15 +32,29 @@ def export_command(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Load the folder with transformers and compare logits before it is done.")
     ] = True,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run that trained adapters: put them into the base's weights.")
+    ] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """Write config.json, safetensors and tokenizer so that AutoModelForCausalLM.from_pretrained loads them."""
+    """Write config.json, safetensors and tokenizer so that AutoModelForCausalLM.from_pretrained loads them.
+
+    Of a run that trained adapters: write the folder that peft loads, or with --merge the whole model.
+    """
     # Torch comes in only now, so that --help answers at once.
+    from shardwright.train.adapters import check_merge, merged_source
     from shardwright.train.export import export_source
     from shardwright.train.source import DTYPES, choose_dtype, open_source
 
     show_log()
     model = open_source(source, checkpoint)
+    if model.shape.adapters is not None and not merge:
+        _export_adapters(model, out, dtype, overwrite=overwrite, check=check, json_output=json_output)
+        return
+    if merge:
+        unmerged, model = model, merged_source(model)
+        if check:
+            check_merge(unmerged, model)
     stored = choose_dtype(dtype, model.dtype)
     written = export_source(model, out, dtype=stored, max_shard_bytes=round(max_shard_gb * 1e9), overwrite=overwrite, check=check)
     word = next(word for word, known in DTYPES.items() if known == stored)
@@ -58,5 +75,36 @@ def export_command(
             "num_parameters": written.num_parameters,
             "weights_bytes": written.weights_bytes,
             "checked": check,
+        }
+        sys.stdout.write(json.dumps(told) + "\n")
+
+
+def _export_adapters(model: ModelSource, out: Path, dtype: str, *, overwrite: bool, check: bool, json_output: bool) -> None:
+    import torch
+
+    from shardwright.train.adapters import export_adapters
+    from shardwright.train.source import DTYPES, choose_dtype
+
+    stored = choose_dtype(dtype, torch.float32)
+    written = export_adapters(model, out, dtype=stored, overwrite=overwrite, check=check)
+    word = next(word for word, known in DTYPES.items() if known == stored)
+    told_of = {"peft": "loaded back with peft, logits agree", "itself": "read back bit by bit, for want of peft"}
+    held = "not loaded back" if written.held_against is None else told_of[written.held_against]
+    sys.stderr.write(
+        f"{model.name} -> {out}: adapters of {format_count(written.num_parameters)} parameters in {word}, "
+        f"{format_bytes(written.weights_bytes)}; {held}\n"
+    )
+    if json_output:
+        told = {
+            "schema_version": SCHEMA_VERSION,
+            "source": model.name,
+            "step": model.step,
+            "path": str(out),
+            "dtype": word,
+            "weight_files": ["adapter_model.safetensors"],
+            "num_parameters": written.num_parameters,
+            "weights_bytes": written.weights_bytes,
+            "checked": check,
+            "held_against": written.held_against,
         }
         sys.stdout.write(json.dumps(told) + "\n")

@@ -69,8 +69,16 @@ def resolve_rules(section: MoeSection, shape: ModelShape) -> ExpertRules | None:
             remedy="Use moe.balance_loss_coefficient",
         )
     rate = section.bias_update_rate
+    if shape.adapters is not None and rate:
+        raise RecipeError(
+            "balance biases are the base's, which stays as it is beside adapters",
+            field="moe.bias_update_rate",
+            got=rate,
+            allowed="0",
+            remedy="Leave it out",
+        )
     if rate is None:
-        rate = _BIAS_UPDATE_RATE if experts.balance_bias else 0.0
+        rate = _BIAS_UPDATE_RATE if experts.balance_bias and shape.adapters is None else 0.0
     coefficient = section.balance_loss_coefficient
     if coefficient is None:
         coefficient = experts.balance_loss_coefficient or 0.0

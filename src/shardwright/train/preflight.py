@@ -47,6 +47,7 @@ class Checked:
         """What must not change between a run and its resumption."""
         recipe, batch = self.recipe, self.plan.batch
         return {
+            **_adapters_and_base(recipe, self.shape),
             "model": _fields_of(self.shape),
             "tokenizer": self.data.tokenizer.content_hash,
             "data": self.data.content_hash,
@@ -92,6 +93,18 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
         frozen=match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]),
     )
+
+
+def _adapters_and_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
+    """What adapters are trained and beside which weights; nothing for a model without them."""
+    if shape.adapters is None:
+        return {}
+    adapters = asdict(shape.adapters) | {"modules": sorted(shape.adapters.modules)}
+    base = "random"  # a function of the seed, which is told by itself
+    if recipe.model.pretrained:
+        assert recipe.model.path is not None
+        base = WeightsFolder(recipe.model.path).fingerprint()
+    return {"adapters": adapters, "base": base}
 
 
 def _fields_of(shape: ModelShape) -> dict[str, Any]:

@@ -30,6 +30,8 @@ FIXED_FIELDS = {
     "global_batch_size": "the data cursor counts batches: samples would be seen twice or never",
     "optimizer.name": "its moments are another rule's",
     "freeze": "its moments are those of other parameters",
+    "adapters": "its tensors have other shapes or meanings",
+    "base": "adapters are the difference to the weights that they were trained beside",
 }
 """What no resumed run may change, whatever it is allowed, and why."""
 
@@ -103,10 +105,18 @@ class Saver:
         self._stall_seconds = 0.0
 
     def tensors(self) -> dict[str, Part]:
-        """Every tensor of the state by name, as this rank holds it: weights `model.*`, moments `optimizer.*`."""
+        """Every tensor of the state by name, as this rank holds it: weights `model.*`, moments `optimizer.*`.
+
+        Of a model with adapters these alone: the base stays where it was read, and `run.base` says what it was.
+        """
         model = self.state.model
+        adapted = self.checked.shape.adapters is not None
         named = dict(model.named_parameters())
-        held = {f"model.{name}": Moment(parameter.detach(), name) for name, parameter in named.items()}
+        held = {
+            f"model.{name}": Moment(parameter.detach(), name)
+            for name, parameter in named.items()
+            if not adapted or name in model.trainable
+        }
         held |= optimizer_moments(self.state.optimizer, named.items())
         return {
             key: Part(

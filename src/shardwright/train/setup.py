@@ -23,6 +23,7 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
 from shardwright.model.nf4 import held_slice, packed_slice
+from shardwright.model.peft import PeftFolder
 from shardwright.model.routing import resolve_rules
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import LossScaler, dtypes
@@ -104,7 +105,7 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
     recipe, plan = checked.recipe, checked.plan
     precision = dtypes(plan.precision)
     with torch.device("meta"):
-        decoder = Decoder(
+        decoder = build_decoder(
             checked.shape,
             attention=recipe.model.attention,
             loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
@@ -133,6 +134,9 @@ def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
         assert recipe.model.path is not None
         folder = WeightsFolder(recipe.model.path)
         folder.check(shape.base)
+    begun = None
+    if recipe.adapters is not None and recipe.adapters.path is not None:
+        begun = PeftFolder(recipe.adapters.path, shape)
 
     def read_base(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         if recipe.model.pretrained:
@@ -149,6 +153,8 @@ def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
             return packed_slice(spec.packed, narrow, read_base)
         if spec.beside is None:
             return read_base(name, narrow)
+        if begun is not None:
+            return begun.read(name, narrow, dtype)
         in_out = shape.lies_in_out(spec.beside)
         return begin(spec, recipe.seed, narrow, dtype=dtype, read_matrix=read_held, in_out=in_out)
 

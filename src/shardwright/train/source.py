@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture import AdapterShape, ModelShape, read_config
 from shardwright.checkpoint.commit import BEST, LATEST, read_pointer, step_folders
-from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint, read_tensor
+from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint, read_tensor, read_values
 from shardwright.checkpoint.place import Place
 from shardwright.checkpoint.verify import WholeCheckpoint
+from shardwright.config import Recipe
 from shardwright.data.tokenize import load_tokenizer
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.model.decoder import Decoder
+from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
+from shardwright.model.nf4 import packed_slice
 from shardwright.train.folder import RunFolder
 
 MODEL_PREFIX = "model."
@@ -35,7 +38,9 @@ class ModelSource:
     """A trained model, not yet in memory.
 
     `read` gives one whole parameter by name, as it is stored. `dtype` is the precision that it was trained in (a run) or is
-    stored in (a folder). `generation_config` is that of the folder, or of the folder that the run began from.
+    stored in (a folder). `generation_config` is that of the folder, or of the folder that the run began from. Where adapters were
+    trained, `base` is the folder that they stand beside, None for a base that began from a seed, and `read_plain` gives what
+    training may have held in fewer bits as it was before.
     """
 
     name: str
@@ -45,6 +50,8 @@ class ModelSource:
     tokenizer_folder: Path
     step: int | None = None
     generation_config: dict[str, Any] | None = None
+    base: str | None = None
+    read_plain: Callable[[str], Tensor] | None = None
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with.
@@ -106,20 +113,86 @@ def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
 def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
     recipe, shape = folder.load_recipe(), read_config(folder.config)
     found = find_checkpoint(folder.checkpoints, checkpoint)
+    values = read_values(found)
+    shape = replace(shape, adapters=_adapters_of(values))
+    base = None if shape.adapters is None else open_base(recipe, shape, values["run"]["base"])
     stored = {name for name in found.manifest.tensors if name.startswith(MODEL_PREFIX)}
-    wanted = {f"{MODEL_PREFIX}{spec.name}": spec.shape for spec in shape.parameters()}
+    specs = [spec for spec in shape.parameters() if base is None or spec.part is not None]
+    wanted = {f"{MODEL_PREFIX}{spec.name}": spec.shape for spec in specs}
     wrong = sorted(stored ^ set(wanted)) + [n for n in stored & set(wanted) if found.manifest.tensors[n].shape != wanted[n]]
     if wrong:
         raise CheckpointError(f"its weights are not those of config.json: {', '.join(wrong[:20])}", field=str(found.path))
+
+    def read(name: str) -> Tensor:
+        stored_name = f"{MODEL_PREFIX}{name}"
+        return read_tensor(found, stored_name) if base is None or stored_name in wanted else base.held(name)
+
+    def read_plain(name: str) -> Tensor:
+        stored_name = f"{MODEL_PREFIX}{name}"
+        return read_tensor(found, stored_name) if base is None or stored_name in wanted else base.plain(name)
+
     return ModelSource(
         name=str(folder.path),
         shape=shape,
-        read=lambda name: read_tensor(found, f"{MODEL_PREFIX}{name}"),
+        read=read,
         dtype=DTYPES[recipe.precision.kind],
         tokenizer_folder=folder.tokenizer,
         step=found.step,
         generation_config=_read_generation_config(Path(recipe.model.path)) if recipe.model.path else None,
+        base=recipe.model.path if recipe.model.pretrained else None,
+        read_plain=read_plain,
     )
+
+
+def _adapters_of(values: Mapping[str, Any]) -> AdapterShape | None:
+    """The adapters that a checkpoint holds, by its own words: the folder that they may have begun from need not be there still."""
+    told = values.get("run", {}).get("adapters")
+    return None if told is None else AdapterShape(**(told | {"modules": frozenset(told["modules"])}))
+
+
+class Base:
+    """The frozen weights beside which adapters were trained: `plain` as they began, `held` as training held them."""
+
+    def __init__(self, shape: ModelShape, read: Callable[[str, Sequence[tuple[int, int]]], Tensor]) -> None:
+        self._specs = {spec.name: spec for spec in shape.parameters()}
+        self._read = read
+
+    def plain(self, name: str) -> Tensor:
+        """A whole parameter."""
+        spec = self._specs[name].packed or self._specs[name]
+        return self._read(name, [(0, size) for size in spec.shape])
+
+    def held(self, name: str) -> Tensor:
+        """A whole parameter, or the bytes that hold it."""
+        spec = self._specs[name]
+        if spec.packed is None:
+            return self.plain(name)
+        return packed_slice(spec.packed, [(0, size) for size in spec.shape], self._read)
+
+
+def open_base(recipe: Recipe, shape: ModelShape, fingerprint: str) -> Base:
+    """The base of a run that trains adapters.
+
+    Raises:
+        CheckpointError: the folder no longer holds the weights that the adapters were trained beside.
+    """
+    if not recipe.model.pretrained:
+        specs = {spec.name: spec.packed or spec for spec in shape.parameters()}
+        dtype = torch.float64 if recipe.precision.kind == "fp64" else torch.float32
+        return Base(shape, lambda name, narrow: initialise(specs[name], recipe.seed, dtype=dtype, narrow=narrow))
+    assert recipe.model.path is not None
+    weights = WeightsFolder(recipe.model.path)
+    weights.check(shape.base)
+    found = weights.fingerprint()
+    if found != fingerprint:
+        raise CheckpointError(
+            "these are not the weights that the adapters were trained beside",
+            field=recipe.model.path,
+            got=found,
+            allowed=fingerprint,
+            remedy="Put the base back where it was",
+        )
+    return Base(shape, lambda name, narrow: weights.read(name, narrow=narrow))
 
 
 def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:

@@ -1,0 +1,110 @@
+"""Adapters in the files that peft reads and writes: adapter_config.json and adapter_model.safetensors.
+
+Legend: E experts, R rank, D in, F out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.architecture.count import EXPERT_ROLES
+from shardwright.architecture.peft import CONFIG_NAME, TENSORS_NAME, peft_config, peft_tensors
+from shardwright.errors import InputError, RunFailed, WeightsError
+
+
+def write_peft_folder(
+    out: str | Path,
+    shape: ModelShape,
+    read: Callable[[str], Tensor],
+    *,
+    base: str | None,
+    dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
+) -> int:
+    """Write the adapters of a model beside their place and rename them there; the bytes of their tensors.
+
+    Args:
+        read: a part's name to its whole tensor.
+        base: where the model lies that the adapters stand beside; peft loads it from there.
+        check: called with the whole folder before it moves to its place; what it raises leaves nothing behind.
+
+    Raises:
+        InputError: `out` is taken. WeightsError: values that are not finite. RunFailed: the folder cannot be written.
+    """
+    out = Path(out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
+        raise InputError("holds something already", field="out", got=out, remedy="Name another, or say --overwrite")
+    names = peft_tensors(shape)
+    specs = [spec for spec in shape.parameters() if spec.part is not None]
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        tensors = {names[spec.name].name: _stored(spec, read(spec.name), dtype) for spec in specs}
+        save_file(tensors, partial / TENSORS_NAME, metadata={"format": "pt"})
+        text = json.dumps(peft_config(shape, base), indent=2, sort_keys=True) + "\n"
+        (partial / CONFIG_NAME).write_text(text, encoding="utf-8")
+        if check is not None:
+            check(partial)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    except OSError as error:
+        raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class PeftFolder:
+    """The adapters of a folder, of which `architecture.peft.read_peft_folder` has found that they fit the model."""
+
+    def __init__(self, path: str | Path, shape: ModelShape) -> None:
+        self.path = Path(path) / TENSORS_NAME
+        self._names = peft_tensors(shape)
+        self._specs = {spec.name: spec for spec in shape.parameters() if spec.part is not None}
+        self._file = safe_open(str(self.path), framework="pt")
+
+    def read(self, name: str, narrow: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+        """A slice (start, length per dimension) of a part of an adapter."""
+        spec = self._specs[name]
+        inside = tuple(slice(start, start + length) for start, length in narrow)
+        try:
+            part = self._file.get_slice(self._names[name].name)
+            if spec.role in EXPERT_ROLES:
+                return stack_experts(spec, part[:])[inside].to(dtype)
+            return part[inside].to(dtype)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{name} cannot be read: {error}", field=str(self.path)) from error
+
+
+def _stored(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if spec.role in EXPERT_ROLES:
+        tensor = join_experts(spec, tensor)
+    stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    if not stored.isfinite().all():
+        raise WeightsError("holds values that are not finite", field=spec.name, remedy="Export an earlier checkpoint")
+    return stored
+
+
+def join_experts(spec: ParameterSpec, tensor: Tensor) -> Tensor:
+    """A `[E, R, D]` to `[E R, D]`, B `[E, F, R]` to `[F, R E]`: the one matrix that peft keeps of all experts."""
+    return tensor.flatten(0, 1) if spec.part == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+
+
+def stack_experts(spec: ParameterSpec, joined: Tensor) -> Tensor:
+    """The opposite of `join_experts`."""
+    num, rows, columns = spec.shape
+    if spec.part == "lora_A":
+        return joined.view(num, rows, columns)
+    return joined.view(rows, columns, num).permute(2, 0, 1)

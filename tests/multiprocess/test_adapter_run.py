@@ -1,0 +1,145 @@
+"""A run that trains adapters: saved by themselves, resumed under other layouts, exported to peft's files and merged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+
+from shardwright.architecture import read_config
+from shardwright.checkpoint.commit import LATEST
+from shardwright.cli.main import run as shardwright
+from shardwright.config import load_recipe
+from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.errors import CheckFailed, CheckpointError, ExitCode
+from shardwright.model.export import write_folder
+from shardwright.model.init import initialise
+from shardwright.telemetry.events import read_events, surviving_steps
+from shardwright.train.adapters import check_merge, merged_source
+from shardwright.train.source import find_checkpoint, load_decoder, open_source
+from shardwright.train.start import train
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_checkpoint_resume import train_some
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 14,
+    "hidden_size": 24,
+    "moe_intermediate_size": 20,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+CHAIN = [(2, "dp_shard=2,ep=2,zero_stage=3"), (2, "tp=2"), (1, "dp_replicate=1"), (2, "pp=2")]
+STEPS = 2 * len(CHAIN)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    (folder / "corpus.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(40) for b in range(20)))
+    shape = read_config(CONFIG)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    write_folder(
+        folder / "base",
+        shape,
+        lambda name: initialise(specs[name], 0, dtype=torch.float32),
+        dtype=torch.float32,
+        tokenizer=CharacterTokenizer("\n +0123456789="),
+    )
+    told: dict[str, Any] = {
+        "model": {"path": str(folder / "base")},
+        "tokenizer": {"kind": "character"},
+        "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
+        "adapters": {"rank": 3},
+        "training": {"sequence_length": 16, "global_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": STEPS}
+        | {"learning_rate": 1e-2},
+        "run": {"device": "cpu", "replica_check_every_steps": 1},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(told))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankPool, recipe: Path) -> Path:
+    """The finished run, each pair of its steps under another layout."""
+    path = recipe.parent / "run"
+    for number, (num_ranks, layout) in enumerate(CHAIN):
+        ranks.run(num_ranks, train_some, str(recipe), str(path), layout, 2, number > 0)
+    return path
+
+
+def test_every_layout_goes_on_with_the_adapters_of_another(ranks: RankPool, recipe: Path, run: Path, tmp_path: Path) -> None:
+    ranks.run(1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", STEPS + 1, False)
+    ours, whole = surviving_steps(read_events(run)), surviving_steps(read_events(tmp_path / "whole"))
+    assert len(ours) == STEPS
+    assert ours[-1].loss < ours[0].loss - 0.05
+    for step, other in zip(ours, whole, strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=2e-5), step.step
+        assert step.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-4), step.step
+
+
+def test_checkpoints_hold_adapters_and_what_trains_them(run: Path) -> None:
+    source = open_source(run)
+    parts = {spec.name for spec in source.shape.parameters() if spec.part is not None}
+    stored = find_checkpoint(run / "checkpoints", LATEST).manifest.tensors  # type: ignore[arg-type]
+    assert {name.removeprefix("model.") for name in stored if name.startswith("model.")} == parts
+    moments = {name.removeprefix("optimizer.").rpartition(".")[0] for name in stored if name.startswith("optimizer.")}
+    assert moments == parts
+
+
+def test_peft_and_transformers_load_what_is_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    assert shardwright(["export", str(run), "--out", str(tmp_path / "adapters"), "--json"]) == ExitCode.DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["dtype"], told["held_against"], told["checked"]) == ("fp32", "peft", True)
+    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    words = ["export", str(run), "--merge", "--dtype", "fp32", "--out", str(tmp_path / "merged")]
+    assert shardwright(words) == ExitCode.DONE
+    texts = []
+    for source in (run, tmp_path / "merged"):
+        assert shardwright(["generate", str(source), "--prompt", "1 + 2 =", "--max-new-tokens", "6", "--json"]) == ExitCode.DONE
+        texts.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["text"])
+    assert texts[0] == texts[1]
+    # What was exported begins a run where this one ended.
+    words = ["adapters={path: " + str(tmp_path / "adapters") + "}", "training.max_steps=1", f"run.dir={tmp_path / 'next'}"]
+    train(load_recipe(run.parent / "recipe.yaml", words))
+    (first,), of_base = surviving_steps(read_events(tmp_path / "next")), surviving_steps(read_events(run))[0]
+    assert first.loss < of_base.loss - 0.02  # the same batch
+
+
+def test_a_wrong_merge_is_refused(run: Path) -> None:
+    source = open_source(run)
+    assert check_merge(source, merged_source(source)) < 1e-5
+    left_out = patch("shardwright.train.adapters.merged_weight", lambda weight, *_arguments, **_named: weight)
+    with left_out, pytest.raises(CheckFailed, match="unmerged"):
+        check_merge(source, merged_source(source))
+    assert source.shape.adapters is not None
+    halved = replace(source, shape=replace(source.shape, adapters=replace(source.shape.adapters, alpha=3.0)))
+    with pytest.raises(CheckFailed, match="unmerged"):
+        check_merge(source, merged_source(halved))
+
+
+def test_another_base_is_refused(run: Path, recipe: Path) -> None:
+    base = recipe.parent / "base"
+    kept = (base / "model.safetensors").read_bytes()
+    try:
+        (base / "model.safetensors").write_bytes(kept[:-4] + b"\x00\x00\x00\x3f")
+        with pytest.raises(CheckpointError, match="not the weights"):
+            open_source(run)
+    finally:
+        (base / "model.safetensors").write_bytes(kept)
+    assert load_decoder(open_source(run), device=torch.device("cpu"), dtype=torch.float32) is not None
