@@ -222,7 +222,7 @@ def names_read(case: Case) -> list[tuple[str, str]]:
 
 def show(title: str, errors: dict[str, list[Errors]]) -> None:
     """A table in Markdown: per source, error of the step time and of memory."""
-    print(f"\n{title}\n")
+    print(f"\n{title}\n", flush=True)
     print("| source | rows | step time | bias | within 20% | memory rows | memory | bias | over 5% under | fits right |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for source, found in sorted(errors.items()):
@@ -254,13 +254,15 @@ def by_source(rows: Iterable[Row], efficiencies: Efficiencies) -> dict[str, list
     return found
 
 
-def validate(rows: list[Row], parameters: Sequence[Parameter], passes: int) -> None:
-    """Errors on a source of which no row was looked at, a source at a time."""
+def validate(rows: list[Row], parameters: Sequence[Parameter], passes: int, sources: Iterable[str] = ()) -> None:
+    """Errors on a source of which no row was looked at, a source at a time; what is found is printed as it comes."""
     left_out = {}
-    for source in sorted({row.case.source for row in rows}):
+    for source in sources or sorted({row.case.source for row in rows}):
         fitted, _ = split(row for row in rows if row.case.source != source)
         efficiencies = Search(fitted).run(START, parameters, passes)
-        left_out |= by_source((row for row in rows if row.case.source == source), efficiencies)
+        found = by_source((row for row in rows if row.case.source == source), efficiencies)
+        show(f"{source} held out", found)
+        left_out |= found
     show("A whole source held out", left_out)
 
 
@@ -280,18 +282,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", type=Path, default=os.environ.get("SHARDWRIGHT_PUBLISHED"))
     parser.add_argument("--passes", type=int, default=8)
-    parser.add_argument("--source", action="append", help="only rows of these sources")
+    parser.add_argument("--source", action="append", help="only rows of these sources; to validate: hold out only these")
     parser.add_argument("--out", type=Path, default=PACKAGED, help="what `fit` writes, after each pass")
     parser.add_argument("--from-defaults", action="store_true", help="begin at the defaults, not at the package's numbers")
     parser.add_argument("what", choices=("score", "fit", "validate"))
     options = parser.parse_args()
     if options.published is None:
         parser.error("say where the published measurements are: --published FOLDER, or SHARDWRIGHT_PUBLISHED")
-    rows = [row for row in load_rows(options.published) if not options.source or row.case.source in options.source]
-    efficiencies = START if options.from_defaults else load_efficiencies()
+    every = load_rows(options.published)
     if options.what == "validate":
-        validate(rows, PARAMETERS, options.passes)
+        validate(every, PARAMETERS, options.passes, options.source or ())
         return
+    rows = [row for row in every if not options.source or row.case.source in options.source]
+    efficiencies = START if options.from_defaults else load_efficiencies()
     fitted, held_out = split(rows)
     if options.what == "fit":
         efficiencies = Search(fitted).run(efficiencies, PARAMETERS, options.passes, keep=options.out)

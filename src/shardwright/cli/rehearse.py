@@ -19,6 +19,7 @@ from shardwright.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shardwright.config import Recipe
     from shardwright.rehearse.rank import RankReport
     from shardwright.rehearse.run import Rehearsal
 
@@ -41,23 +42,10 @@ def rehearse_command(
     """Run one real optimizer step of each role on tensors without memory: peak bytes, every collective, and whether they meet."""
     settings = [f"layout.{key}={json.dumps(value)}" for key, value in parse_layout(layout).items()] if layout else []
     checked = load_recipe(recipe, [*(overrides or []), *settings])
-    shape, plan = shape_of(checked), resolve(checked, world_size)
-    check(shape, plan.layout, plan.batch.sequence_length)
-    # Torch comes in only now: a wrong recipe is told at once.
     from rich.console import Console
 
-    from shardwright.rehearse.run import rehearse
-
     console = Console(stderr=json_output)
-    with console.status("starting") as status:
-        result = rehearse(
-            checked,
-            shape,
-            plan,
-            each_rank=each_rank or None,
-            told=lambda report: status.update(f"rehearsed rank {report.rank} in {report.seconds:.0f} s"),
-        )
-    _show(result, console, list_all=collectives)
+    result = rehearse_and_show(checked, world_size, console, each_rank=each_rank, list_all=collectives)
     if json_output:
         sys.stdout.write(json.dumps(result.as_dict()) + "\n")
     if result.disagreement is not None:
@@ -66,14 +54,35 @@ def rehearse_command(
         raise CheckFailed(f"ranks disagree: {result.disagreement}")
 
 
+def rehearse_and_show(
+    checked: Recipe, world_size: int, console: Console, *, each_rank: bool = False, list_all: bool = False
+) -> Rehearsal:
+    """Rehearse a recipe on so many ranks, and print what it takes."""
+    shape, plan = shape_of(checked), resolve(checked, world_size)
+    check(shape, plan.layout, plan.batch.sequence_length)
+    # Torch comes in only now: a wrong recipe is told at once.
+    from shardwright.rehearse.run import rehearse
+
+    with console.status("starting") as status:
+        result = rehearse(
+            checked,
+            shape,
+            plan,
+            each_rank=each_rank or None,
+            told=lambda report: status.update(f"rehearsed rank {report.rank} in {report.seconds:.0f} s"),
+        )
+    _show(result, console, list_all=list_all)
+    return result
+
+
 def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
     from rich.table import Table
 
     layout = result.plan.layout
     console.print(f"{layout} on {layout.world_size} ranks", highlight=False)
-    table = Table("rank", "stage", "stands for", "weights", "optimizer", "peak", "collectives")
+    table = Table("rank", "stage", "stands for", "weights", "gradients", "optimizer", "peak", "collectives")
     for role, report in zip(result.roles, result.reports, strict=True):
-        sizes = (report.weights_bytes, report.optimizer_bytes, report.peak_bytes)
+        sizes = (report.weights_bytes, report.gradients_bytes, report.optimizer_bytes, report.peak_bytes)
         table.add_row(
             str(role.rank), str(role.stage), str(len(role.ranks)), *map(format_bytes, sizes), str(len(report.collectives))
         )
@@ -81,6 +90,8 @@ def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
     worst = max(result.reports, key=lambda report: report.peak_bytes)
     _show_peak(worst, console)
     _show_traffic(result, worst, console)
+    for line in result.assumptions:
+        console.print(f"taken for granted: {line}", highlight=False)
     for report in result.reports if list_all else ():
         console.print(f"rank {report.rank}")
         for place, call in enumerate(report.collectives):

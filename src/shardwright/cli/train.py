@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath, show_log
 from shardwright.cli.progress import data_progress
 from shardwright.config import load_recipe
-from shardwright.errors import InputError
+from shardwright.errors import CheckFailed, InputError
 from shardwright.plan import resolve
 from shardwright.train.ranks import find_ranks
+from shardwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwright.config import Recipe
 
 SCHEMA_VERSION = 1
 
@@ -35,6 +39,9 @@ def train_command(
         list[str] | None,
         typer.Option("--allow-drift", metavar="FIELD", help="With --resume: go on though this has changed. Repeatable."),
     ] = None,
+    rehearse_first: Annotated[
+        bool, typer.Option("--rehearse-first", help="Rehearse a step of the layout before any rank starts; stop where ranks disagree.")
+    ] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Train: one process, several (--nproc), or as a rank of torchrun or srun. Ctrl-C saves and leaves with exit code 4."""
@@ -52,6 +59,8 @@ def train_command(
         show_log()
         checked = resolve_auto(checked, world_size)
     resolve(checked, world_size)
+    if rehearse_first:
+        _rehearse(checked, world_size, started=ranks is not None)
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.train.start import train
 
@@ -65,3 +74,32 @@ def train_command(
     )
     if json_output and summary is not None:
         sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")
+
+
+def _rehearse(checked: Recipe, world_size: int, *, started: bool) -> None:
+    """Rehearse the layout here, and go on only where all its collectives meet and the peak fits the recipe's cluster.
+
+    Raises:
+        InputError: a launcher has started the ranks already.
+        CheckFailed: ranks disagree, or a rank needs more memory than the devices that the recipe names have.
+    """
+    if started:
+        raise InputError(
+            "the ranks are started already",
+            field="--rehearse-first",
+            got=f"{world_size} ranks of a launcher",
+            remedy="Run `shardwright rehearse` once before the launcher, or let `train --nproc` start the ranks",
+        )
+    from rich.console import Console
+
+    from shardwright.cli.rehearse import rehearse_and_show
+    from shardwright.planner.automatic import cluster_of
+
+    memory_bytes = None if checked.cluster is None else cluster_of(checked.cluster, world_size).accelerator.memory_bytes
+    result = rehearse_and_show(checked, world_size, Console(stderr=True))
+    if result.disagreement is not None:
+        raise CheckFailed(f"ranks disagree: {result.disagreement}")
+    if memory_bytes is not None and result.peak_bytes > memory_bytes:
+        raise CheckFailed(
+            f"a rank's tensors take {format_bytes(result.peak_bytes)}, and the recipe's cluster has {format_bytes(memory_bytes)} a device"
+        )

@@ -51,11 +51,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.note(func, args)
+        return result
+
+    def note(self, func: Any, args: Any) -> None:
+        """Record an operator if it is a collective; for a mode that calls operators itself."""
         if func.namespace in NAMESPACES:
             found = describe(func.name().partition("::")[2].partition(".")[0], args)
             if found is not None:
                 self.collectives.append(found)
-        return result
 
 
 def describe(name: str, args: Sequence[Any]) -> Collective | None:

@@ -71,28 +71,45 @@ class LiveBytes(TorchDispatchMode):
         self._peak_at = 0
 
     def __enter__(self) -> LiveBytes:
-        self._patch = patch.object(torch.UntypedStorage, "resize_", _resizing(self, torch.UntypedStorage.resize_))
-        self._patch.__enter__()
+        self._resizes = self.counting_resizes()
+        self._resizes.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
-        self._patch.__exit__(*details)
+        self._resizes.__exit__(*details)
+
+    @contextmanager
+    def counting_resizes(self) -> Iterator[None]:
+        """Count storages that are freed and taken back in place."""
+        with patch.object(torch.UntypedStorage, "resize_", _resizing(self, torch.UntypedStorage.resize_)):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, Tensor):
-                self._see(value, func)
+        self.note(func, result)
         return result
 
-    def tell(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count tensors that were there before."""
-        phase, self.phase = self.phase, kind
-        for tensor in tensors:
-            self._see(tensor, None)
-        self.phase = phase
+    def note(self, func: Any, result: Any) -> None:
+        """Count what an operator has made; for a mode that calls operators itself."""
+        for value in (result,) if isinstance(result, Tensor) else tree_iter(result):
+            if isinstance(value, Tensor):
+                self._see(value, func)
+
+    def tell(self, tensors: Iterable[Tensor], kind: str) -> int:
+        """Say of tensors that are there already what they are; those not counted yet are counted now. Their bytes together."""
+        total = 0
+        with phase(self, kind):
+            for tensor in tensors:
+                key = self._see(tensor, None)
+                self._origins[key] = Origin(kind, "", "")
+                total += self._sizes[key]
+        return total
+
+    def begin(self) -> None:
+        """Let the peak be that of what comes from now on."""
+        self.peak_bytes, self._peak_at = self.live_bytes, len(self._events)
 
     def contributions(self) -> list[Contribution]:
         """What lived at the peak, by origin, largest first."""
@@ -109,21 +126,23 @@ class LiveBytes(TorchDispatchMode):
         found = [Contribution(origin, size, count) for origin, (size, count) in totals.items()]
         return sorted(found, key=lambda contribution: -contribution.num_bytes)
 
-    def _see(self, tensor: Tensor, func: Any) -> None:
+    def _see(self, tensor: Tensor, func: Any) -> int:
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         storage = tensor.untyped_storage()
-        if storage in self._keys:
-            return
+        known = self._keys.get(storage)
+        if known is not None:
+            return known
         key, self._next = self._next, self._next + 1
         self._keys[storage] = key
         if func is None:
             self._origins[key] = Origin(self.phase, "", "")
         else:
             operator = func.name().partition("::")[2].partition(".")[0]
-            self._origins[key] = Origin(self.phase, operator, _our_line(sys._getframe(2)))
+            self._origins[key] = Origin(self.phase, operator, _our_line(sys._getframe(3)))
         weakref.finalize(storage, self._resize, key, 0).atexit = False
         self._resize(key, storage.nbytes())
+        return key
 
     def _resize(self, key: int, size: int) -> None:
         before = self._sizes.get(key, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +39,8 @@ class RankReport:
     rank: int
     coordinates: Mapping[str, int]
     weights_bytes: int
+    gradients_bytes: int
+    """What a step's backward passes leave for the update."""
     optimizer_bytes: int
     peak_bytes: int
     contributions: tuple[Contribution, ...]
@@ -54,23 +56,26 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
     began = time.perf_counter()
     with _fake_ranks(rank, plan.layout.world_size):
         fake, live, recorder = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), Recorder()
-        model = _build(recipe, shape, plan, fake)
-        with fake, _UsualNumbers(), live:
-            live.tell((parameter for _, parameter in model.named_parameters()), "weights")
-            weights_bytes = live.live_bytes
+        model = _build(recipe, shape, plan, _NoMemory(fake, live))
+        with fake, live.counting_resizes(), _Watch(live) as watch:
+            weights_bytes = live.tell((parameter for _, parameter in model.named_parameters()), "weights")
+            live.begin()
+            before = live.live_bytes
             optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1, cut=model)
             with phase(live, "moments"):
                 create_state(optimizer)
-            optimizer_bytes = live.live_bytes - weights_bytes
-            with recorder:
-                with phase(live, "step"):
-                    accumulate_gradients(model, _micro_batches(plan), seed=recipe.seed, step=0)
-                with phase(live, "update"):
-                    update(model, optimizer, learning_rate=1e-4, max_grad_norm=recipe.training.max_grad_norm)
+            optimizer_bytes = live.live_bytes - before
+            watch.recorder = recorder
+            with phase(live, "step"):
+                accumulate_gradients(model, _micro_batches(plan), seed=recipe.seed, step=0)
+            gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
+            with phase(live, "update"):
+                update(model, optimizer, learning_rate=1e-4, max_grad_norm=recipe.training.max_grad_norm)
     return RankReport(
         rank=rank,
         coordinates=RankGrid(plan.layout).coordinates(rank),
         weights_bytes=weights_bytes,
+        gradients_bytes=gradients_bytes,
         optimizer_bytes=optimizer_bytes,
         peak_bytes=live.peak_bytes,
         contributions=tuple(live.contributions()),
@@ -92,8 +97,23 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _build(recipe: Recipe, shape: ModelShape, plan: Plan, fake: FakeTensorMode | None) -> ParallelModel:
-    """As the trainer builds it: cut and wrapped on the meta device, then given memory, which here is none."""
+class _NoMemory(AbstractContextManager[None]):
+    """Entered while the model is given memory: it gets none, and what would have been made is counted, DDP's buckets with it."""
+
+    def __init__(self, fake: FakeTensorMode, live: LiveBytes) -> None:
+        self._fake, self._live, self._entered = fake, live, ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._fake)
+        self._entered.enter_context(self._live)
+        self._entered.enter_context(phase(self._live, "build"))
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+
+def _build(recipe: Recipe, shape: ModelShape, plan: Plan, storage: AbstractContextManager[None] | None) -> ParallelModel:
+    """As the trainer builds it: cut and wrapped on the meta device, then given memory, which in a rehearsal is none."""
     precision = dtypes(plan.precision)
     with torch.device("meta"):
         decoder = Decoder(
@@ -106,7 +126,7 @@ def _build(recipe: Recipe, shape: ModelShape, plan: Plan, fake: FakeTensorMode |
     def fill(_name: str, bounds: Bounds) -> Tensor:
         return torch.empty([length for _, length in bounds], dtype=precision.param)
 
-    return apply_layout(decoder, plan, build_mesh(plan.layout, "cpu"), torch.device("cpu"), fill=fill, storage=fake)
+    return apply_layout(decoder, plan, build_mesh(plan.layout, "cpu"), torch.device("cpu"), fill=fill, storage=storage)
 
 
 def _micro_batches(plan: Plan) -> list[MicroBatch]:
@@ -120,13 +140,36 @@ def _micro_batches(plan: Plan) -> list[MicroBatch]:
     return [one] * batch.gradient_accumulation_steps
 
 
-class _UsualNumbers(TorchDispatchMode):
-    """Answers what only numbers could: every token is supervised, every norm is 1, every flag is down."""
+class _Watch(TorchDispatchMode):
+    """Sees every operator of the step: answers what only numbers could, counts what is made, records collectives.
+
+    One mode, where three of them would send each operator three times through Python; and of the operators of a step more than half
+    are torch's own questions for a tensor's device, which need not go further than here.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self.live = live
+        self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].dtype.is_floating_point else 0
-        if func is torch.ops.aten.nonzero.default:
-            assert args[0].ndim == 1, "only the choice of supervised tokens asks where something is true"
-            return torch.arange(args[0].shape[0], device=args[0].device)[:, None]
-        return func(*args, **(kwargs or {}))
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        result = _usual(func, args, kwargs or {})
+        self.live.note(func, result)
+        if self.recorder is not None:
+            self.recorder.note(func, args)
+        return result
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def _usual(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's result; of what asks for numbers the usual: every token is supervised, every norm is 1, every flag is down."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return 1.0 if args[0].dtype.is_floating_point else 0
+    if func is torch.ops.aten.nonzero.default:
+        assert args[0].ndim == 1, "only the choice of supervised tokens asks where something is true"
+        return torch.arange(args[0].shape[0], device=args[0].device)[:, None]
+    return func(*args, **kwargs)

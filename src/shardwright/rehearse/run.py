@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -31,6 +31,8 @@ class Rehearsal:
     roles: tuple[Role, ...]
     reports: tuple[RankReport, ...]
     disagreement: Disagreement | None
+    assumptions: tuple[str, ...] = ()
+    """What only data could say, and how it was taken; a sentence each."""
 
     @property
     def peak_bytes(self) -> int:
@@ -61,6 +63,7 @@ class Rehearsal:
             "agrees": self.disagreement is None,
             "disagreement": None if self.disagreement is None else self.disagreement.told,
             "peak_bytes": self.peak_bytes,
+            "assumptions": list(self.assumptions),
             "roles": [self._role(role, report) for role, report in zip(self.roles, self.reports, strict=True)],
         }
 
@@ -70,6 +73,7 @@ class Rehearsal:
             "stage": role.stage,
             "num_ranks": len(role.ranks),
             "weights_bytes": report.weights_bytes,
+            "gradients_bytes": report.gradients_bytes,
             "optimizer_bytes": report.optimizer_bytes,
             "peak_bytes": report.peak_bytes,
             "at_peak": [
@@ -117,4 +121,14 @@ def rehearse(
                 reports.append(report)
                 told(report)
     found = find_disagreement(among({report.rank: report.collectives for report in reports}))
-    return Rehearsal(plan, tuple(roles), tuple(reports), found)
+    return Rehearsal(plan, tuple(roles), tuple(reports), found, tuple(_assumptions(recipe, shape, plan)))
+
+
+def _assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator[str]:
+    """What depends on numbers that tensors without memory do not have."""
+    if shape.experts is not None:
+        spread = f"its tokens evenly, over {plan.layout.ep} ranks" if plan.layout.ep > 1 else "its tokens evenly"
+        yield f"every expert gets {spread}: where loads are uneven the fullest rank holds more, and exchanges are longer"
+    if recipe.data.packing == "documents":
+        yield "rows are whole documents: several to a row need a mask of the row on top, where the kernel takes none without"
+    yield "every token is supervised and every gradient finite"
