@@ -8,6 +8,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from shardwright.config.section import Fraction, Positive, Section
 
+RecordsKind = Literal[
+    "auto", "text", "messages", "sharegpt", "alpaca", "prompt_response", "prompt_completion", "preference", "tokens"
+]  # fmt: skip
+
 
 class Source(Section):
     """One place that text comes from."""
@@ -17,7 +21,7 @@ class Source(Section):
     (`s3://...`), which is fetched once into the cache. `${NAME}` is taken from the environment."""
     format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
     """`auto` goes by file name: .jsonl/.ndjson, .json, .parquet, .arrow, anything else is text (one file, one document)."""
-    records: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt_response", "prompt_completion", "tokens"] = "auto"
+    records: RecordsKind = "auto"
     """What the records of jsonl, json, parquet and arrow hold; `auto` looks at their columns and shows what it found.
     `prompt_response` is answered through the chat template, where there is one; `prompt_completion` is joined as it stands."""
     columns: dict[str, str] = Field(default_factory=dict)

@@ -14,6 +14,7 @@ from shardwright.config.adapters import AdapterSection
 from shardwright.config.data import DataSection
 from shardwright.config.layout import Cluster, Layout, LayoutSection
 from shardwright.config.model import ModelSection, MoeSection, TokenizerSection
+from shardwright.config.preference import PreferenceSection
 from shardwright.config.section import NonNegative, Section
 from shardwright.config.training import EvaluationSection, OptimizerSection, Precision, PrecisionSection, TrainingSection
 from shardwright.config.upkeep import CheckpointSection, ElasticSection, RunSection
@@ -42,6 +43,8 @@ class Recipe(Section):
     moe: MoeSection = MoeSection()
     adapters: AdapterSection | None = None
     """Low-rank adapters to train in place of the model's own weights."""
+    preference: PreferenceSection | None = None
+    """Learn from pairs of responses, chosen and rejected, in place of tokens."""
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -13,19 +14,24 @@ from shardwright.data.corpus import Side
 from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.mix import MixedDataset
 from shardwright.data.pack import PackedDataset, Packing, pack_documents
+from shardwright.data.pairs import lay_pairs
 from shardwright.data.store import TokenStore
 from shardwright.errors import DataError
 
-PackingKind = Literal["windows", "documents", "none"]
+PackingKind = Literal["windows", "documents", "none", "pairs"]
 
 
-def choose_packing(recipe: Recipe, with_records: bool) -> PackingKind:
-    """How documents become samples; `auto` is by what the sources hold.
+def choose_packing(recipe: Recipe, kinds: Collection[str]) -> PackingKind:
+    """How documents become samples; `auto` is by what the sources hold, as canonical forms.
 
     Raises:
-        DataError: windows over records, which would let one conversation see another.
+        DataError: windows over records, which would let one conversation see another; preferences that are not asked for, or that
+            are asked for and are not there.
     """
-    asked = recipe.data.packing
+    asked, with_records = recipe.data.packing, bool(set(kinds) - {"text"})
+    if recipe.preference is not None or "preference" in kinds:
+        _check_preferences(recipe, kinds)
+        return "pairs"
     if asked == "auto":
         return "documents" if with_records else "windows"
     if asked == "windows" and with_records:
@@ -37,6 +43,34 @@ def choose_packing(recipe: Recipe, with_records: bool) -> PackingKind:
             remedy="Conversations, pairs and given ids are documents of their own",
         )
     return asked
+
+
+def _check_preferences(recipe: Recipe, kinds: Collection[str]) -> None:
+    """Refuse pairs without `preference`, `preference` without pairs, and settings that pairs do not have."""
+    others = sorted(set(kinds) - {"preference"})
+    if recipe.preference is None:
+        raise DataError(
+            "the sources hold chosen and rejected responses, and nothing says what to learn from them",
+            field="data.sources",
+            remedy="Say `preference: {kind: dpo}`; to learn the chosen responses alone name them: "
+            "`records: prompt_completion, columns: {completion: chosen}`",
+        )
+    if others:
+        raise DataError(
+            "preferences are learned from pairs, and some sources hold something else",
+            field="data.sources",
+            got=", ".join(others),
+            allowed="records with `chosen` and `rejected` responses, and their `prompt`",
+        )
+    if recipe.data.packing not in ("auto", "none"):
+        raise DataError("a row holds one pair", field="data.packing", got=recipe.data.packing, allowed="auto")
+    if recipe.data.supervise == "all":
+        raise DataError(
+            "a prompt that both responses share says nothing of the preference",
+            field="data.supervise",
+            got="all",
+            allowed="assistant or last",
+        )
 
 
 def open_dataset(recipe: Recipe, root: Path, key: str, side: Side, store: TokenStore, packing: PackingKind) -> TokenDataset:
@@ -73,6 +107,12 @@ def _open_part(
             )
         return windows
 
+    if packing == "pairs":
+        assert store.supervised is not None, "pairs are records"
+        pairs = lay_pairs(store.tokens, documents, length, store.supervised, recipe.data.overlong)
+        if not len(pairs):
+            raise DataError(f"no pair of the {side} responses fits a row", field="training.sequence_length", got=length)
+        return pairs
     overlong, alone = recipe.data.overlong, packing == "none"
 
     def build(folder: Path) -> None:

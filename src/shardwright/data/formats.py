@@ -1,9 +1,10 @@
-"""What a record holds: found by looking at its columns, and brought to one of five canonical forms.
+"""What a record holds: found by looking at its columns, and brought to one of six canonical forms.
 
     text        a document, all of it supervised
     chat        a conversation, for the tokenizer's chat template
     pair        a prompt and its response: a conversation where there is a template, else one text, line by line
     completion  a prompt and what continues it, joined as they stand
+    preference  two of these that begin alike: the chosen one and the rejected one
     tokens      ids, perhaps with labels
 
 A canonical record travels as JSON text, so that it is hashed, split and deduplicated as a document of text is.
@@ -68,6 +69,18 @@ KINDS: dict[str, RecordKind] = {
             "history": ("history",),
         },
         ("instruction", "output"),
+    ),
+    "preference": RecordKind(
+        "preferences (chosen, rejected)",
+        "preference",
+        {
+            "chosen": ("chosen",),
+            "rejected": ("rejected",),
+            "prompt": ("prompt", "question"),
+            "tools": ("tools",),
+            "system": ("system",),
+        },
+        ("chosen", "rejected"),
     ),
     "prompt_completion": RecordKind(
         "prompts and completions",
@@ -273,6 +286,36 @@ def _read_completion(row: _Given) -> tuple[str, Any]:
     return "completion", {"prompt": row.string("prompt", optional=True), "completion": row.string("completion")}
 
 
+def _read_preference(row: _Given) -> tuple[str, Any]:
+    """A prompt with two responses, as strings or as turns (TRL's forms); of whole conversations the turns that both begin with are
+    the prompt."""
+    sides = {name: row[name] for name in ("chosen", "rejected")}
+    if all(isinstance(side, str) for side in sides.values()):
+        if "prompt" not in row:
+            raise Unusable("there is no prompt that the responses answer")
+        if row.get("system"):
+            raise Unusable("a system prompt belongs to turns, and these are strings")
+        return "preference", {name: {"prompt": row.string("prompt"), "completion": row.string(name)} for name in sides}
+    if not all(isinstance(side, list) and side for side in sides.values()):
+        raise Unusable("'chosen' and 'rejected' are neither two strings nor two lists of turns")
+    chosen, rejected = sides["chosen"], sides["rejected"]
+    prompt: Any = row.get("prompt", [])
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise Unusable("'prompt' is neither a string nor a list of turns")
+    # Some files repeat the prompt in both; without a prompt it is what they have in common, up to the first response that differs.
+    common = next((number for number, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if common is None:
+        raise Unusable("the chosen and the rejected response are the same")
+    if prompt and chosen[: len(prompt)] == prompt:
+        prompt = []
+    asked = [{**turn, "loss_weight": 0} if isinstance(turn, dict) else turn for turn in [*prompt, *chosen[:common]]]
+    return "preference", {
+        name: read_conversation([*asked, *side[common:]], row.get("tools"), row.get("system")) for name, side in sides.items()
+    }
+
+
 def _read_tokens(row: _Given) -> tuple[str, Any]:
     ids = row.integers("input_ids")
     if not ids:
@@ -308,6 +351,9 @@ def plain_texts(canonical: str, content: str) -> list[str]:
         return [record["plain"], record["response"]]
     if canonical == "completion":
         return [record["prompt"], record["completion"]]
+    if canonical == "preference":
+        sides = [("chat" if "messages" in side else "completion", json.dumps(side)) for side in record.values()]
+        return [text for kind, side in sides for text in plain_texts(kind, side)]
     raise DataError(
         "a tokenizer cannot be trained on token ids",
         field="tokenizer.kind",
@@ -321,6 +367,7 @@ _READERS = {
     "messages": _read_chat,
     "sharegpt": _read_chat,
     "alpaca": _read_alpaca,
+    "preference": _read_preference,
     "prompt_completion": _read_completion,
     "prompt_response": _read_prompt_response,
     "text": _read_text,

@@ -62,7 +62,7 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
     """
     sources = _Sources(recipe, progress)
     given = _given_tokenizer(recipe)
-    packing = choose_packing(recipe, sources.with_records)
+    packing = choose_packing(recipe, sources.kinds)
     template = _template_of(recipe, given) if sources.with_records else None
     key = _key(recipe, sources, given, template)
     folder = build_once(sources.root, f"tokens/{key}", partial(_tokenise, sources, given, template))
@@ -168,7 +168,9 @@ class _Sources:
         self.root = cache_root(recipe.data.cache_dir)
         self.training = self._find(recipe.data.sources, "data.sources")
         self.validation = self._find(recipe.data.validation, "data.validation")
-        self.with_records = any(file.records.canonical != "text" for file in (*self.training, *self.validation))
+        files = (*self.training, *self.validation)
+        self.kinds = {"text" if file.format == "text" else file.records.canonical for file in files}
+        self.with_records = bool(self.kinds - {"text"})
         self._progress = progress
         data = recipe.data
         split = [] if self.validation else [data.validation_fraction, data.validation_split if data.validation_fraction else None]

@@ -69,6 +69,8 @@ class _Part(NamedTuple):
     ids: IdArray
     supervised: npt.NDArray[np.uint8] | None
     num_characters: int
+    border: int | None = None
+    """Where a second document begins: the rejected response of a preference."""
 
 
 def write_tokens(
@@ -124,11 +126,14 @@ class _Writing:
             self._record = piece.record
             self._by_source += [0] * (piece.source + 1 - len(self._by_source))
             self._by_source[piece.source] += 1
+            if part.border is not None:
+                self.starts.append(self._tokens + part.border)
+                self._by_source[piece.source] += 1
         self._tokens += len(ids)
         self._characters += part.num_characters
         self._unknown += 0 if self._unknown_id is None else int(np.count_nonzero(ids == self._unknown_id))
         self._max_id = max(self._max_id, int(ids.max())) if len(ids) else self._max_id
-        if part.supervised is not None and piece.canonical in ("chat", "pair", "completion"):
+        if part.supervised is not None and piece.canonical in ("chat", "pair", "completion", "preference"):
             self._answered += len(ids) - 1
             self._answered_supervised += int(np.count_nonzero(part.supervised[1:]))
 
@@ -164,7 +169,7 @@ def _encoded(
             if isinstance(outcome, str):
                 broken.append(Broken(piece.record, piece.file, piece.line, outcome))
             else:
-                yield _Part(piece, outcome.ids, outcome.supervised, outcome.num_characters)
+                yield _Part(piece, outcome.ids, outcome.supervised, outcome.num_characters, outcome.border)
             num_read += len(piece.text)
             on_read(num_read)
 

@@ -25,11 +25,15 @@ _SHOWN_CHARACTERS = 80
 
 
 class Encoded(NamedTuple):
-    """A document as ids with a 1 for each that is learnt; `num_characters` of the text that they stand for."""
+    """A document as ids with a 1 for each that is learnt; `num_characters` of the text that they stand for.
+
+    Of a preference it is two documents, the chosen response's and, from id `border` on, the rejected one's.
+    """
 
     ids: IdArray
     supervised: npt.NDArray[np.uint8]
     num_characters: int
+    border: int | None = None
 
 
 class Prompted(NamedTuple):
@@ -62,6 +66,8 @@ class Encoder:
             TokenizerError: what is wrong with template or tokenizer, whatever the record.
         """
         record = json.loads(content)
+        if canonical == "preference":
+            return self._encode_preference(record)
         if canonical == "tokens":
             found = Encoded(np.array(record["ids"], dtype=np.uint32), np.array(record["supervised"], dtype=np.uint8), 0)
         elif canonical == "completion":
@@ -74,6 +80,18 @@ class Encoder:
             raise Unusable("nothing in it is supervised")
         return found
 
+    def _encode_preference(self, record: Mapping[str, Any]) -> Encoded:
+        kind = "chat" if "messages" in record["chosen"] else "completion"
+        chosen, rejected = (self.encode(kind, json.dumps(record[side])) for side in ("chosen", "rejected"))
+        if np.array_equal(chosen.ids, rejected.ids):
+            raise Unusable("the chosen and the rejected response are the same")
+        return Encoded(
+            np.concatenate([chosen.ids, rejected.ids]),
+            np.concatenate([chosen.supervised, rejected.supervised]),
+            chosen.num_characters + rejected.num_characters,
+            border=len(chosen.ids),
+        )
+
     def prompt(self, canonical: str, content: str) -> Prompted:
         """What a model is given to answer a record: the very ids that stand before the last response when it is trained.
 
@@ -84,6 +102,8 @@ class Encoder:
         record = json.loads(content)
         if canonical == "tokens":
             raise Unusable("ids have no response to compare with")
+        if canonical == "preference":
+            raise Unusable("a preference has two responses, of which neither is the answer")
         if canonical == "completion" or (canonical == "pair" and self._template is None):
             before, after = ("plain", "response") if canonical == "pair" else ("prompt", "completion")
             text, response = record[before], record[after]

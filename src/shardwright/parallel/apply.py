@@ -114,7 +114,8 @@ def apply_layout(
         decoder.to_empty(device=device)
         _fill(decoder, layouts, layout, here, fill)
     module: nn.Module = decoder
-    replicas = None if mesh is None or sharded or stages else mesh.group("dp_replicate", "fsdp")
+    # A model without gradients (a frozen reference) has nothing to sum, and DDP refuses to wrap it.
+    replicas = None if mesh is None or sharded or stages or not trainable else mesh.group("dp_replicate", "fsdp")
     # Experts that lie over ranks are no copies of each other: what replicas they have is not what DDP sums over.
     apart = frozenset(name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded)
     if replicas is not None:
@@ -127,6 +128,12 @@ def apply_layout(
                 device=device,
                 apart=apart,
             )
+    if kinds.reduce != kinds.param and trainable and not sharded and replicas is None:
+        logger.info(
+            "precision.reduce_dtype has no effect under %s: no wrapper sums its gradients, which are summed as they are, in %s",
+            layout,
+            str(kinds.param).removeprefix("torch."),
+        )
     sums = [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replicas is not None, apart=apart)
     model = ParallelModel(module, decoder, layouts, layout, mesh, device, groups, trainable, sums)
     if stages is not None:

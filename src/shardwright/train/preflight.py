@@ -5,18 +5,21 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from shardwright import placement
-from shardwright.architecture import ExpertShape, LatentShape, ModelShape
+from shardwright.architecture import ByClass, ExpertShape, ForeignShape, LatentShape, ModelShape
 from shardwright.config import Recipe
 from shardwright.data.fit import prepare_for_model
 from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
 from shardwright.model.load import WeightsFolder
 from shardwright.model.routing import resolve_rules
+from shardwright.model.theirs import read_shape
 from shardwright.optim import check_blocks, require_torchao
 from shardwright.plan import Plan, count_steps, resolve
+from shardwright.train.preference import check_preference
 
 FIXED_TRAINING = (
     "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "batch_scaling", "base_batch_size",
@@ -56,6 +59,7 @@ class Checked:
             "global_batch_size": batch.global_batch_size,
             "optimizer": recipe.optimizer.model_dump(mode="json"),
             "precision": recipe.precision.kind,
+            **({} if recipe.preference is None else {"preference": recipe.preference.model_dump(mode="json")}),
             "freeze": sorted(self.frozen),
             "training": recipe.training.model_dump(mode="json", include=set(FIXED_TRAINING)),
         }
@@ -68,11 +72,13 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         InputError: the first thing that is wrong, by field.
     """
     plan = resolve(recipe, world_size)
-    shape, data = prepare_for_model(recipe, progress=progress)
+    check_preference(recipe, plan.layout)
+    shape, data = prepare_for_model(recipe, partial(read_shape, section=recipe.model), progress=progress)
     placement.check(shape, plan.layout, plan.batch.sequence_length)
     if recipe.model.pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base)
+    _check_foreign(recipe, shape)
     resolve_rules(recipe.moe, shape)  # refuses what the model does not have
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(
@@ -95,6 +101,26 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
     )
 
 
+def _check_foreign(recipe: Recipe, shape: ModelShape) -> None:
+    """Refuse what needs to know how a foreign model works inside."""
+    if not isinstance(shape, ForeignShape):
+        return
+    by_class = [spec.name for spec in shape.parameters() if isinstance(spec.init, ByClass)]
+    refusals = {
+        "model.compile": (recipe.model.compile, "its blocks are not compiled", "Leave it out"),
+        "training.label_smoothing": (recipe.training.label_smoothing > 0.0, "its loss is not smoothed", "Leave it out"),
+        "training.neftune_noise_alpha": (recipe.training.neftune_noise_alpha > 0.0, "its embeddings get no noise", "Leave it out"),
+        "model.init": (
+            bool(by_class) and not recipe.model.pretrained,
+            f"only its own class knows how {', '.join(by_class[:3])} begins",
+            "Save it once with transformers (from_config, save_pretrained), and begin from that folder",
+        ),
+    }
+    for field, (refused, reason, remedy) in refusals.items():
+        if refused:
+            raise RecipeError(f"{shape.family} runs through transformers' {shape.class_name}: {reason}", field=field, remedy=remedy)
+
+
 def _adapters_and_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
     """What adapters are trained and beside which weights; nothing for a model without them."""
     if shape.adapters is None:
@@ -109,6 +135,8 @@ def _adapters_and_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
 
 def _fields_of(shape: ModelShape) -> dict[str, Any]:
     """The shape as JSON: equal for two config.json files that mean the same, however they spell it."""
+    if isinstance(shape, ForeignShape):
+        return shape.told()
     told = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("config", "names", "adapters")}
     nested = {name: [asdict(item) for item in value] for name, value in told.items() if isinstance(value, tuple)}
     return told | nested | {name: asdict(value) for name, value in told.items() if isinstance(value, ExpertShape | LatentShape)}

@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
@@ -19,7 +19,7 @@ from shardwright import __version__
 from shardwright.config import Recipe
 from shardwright.errors import InputError, RankFailed
 from shardwright.model.adapters import begin
-from shardwright.model.decoder import Decoder
+from shardwright.model.foreign import build_decoder
 from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
 from shardwright.model.nf4 import held_slice, packed_slice
@@ -34,7 +34,9 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.zeros import keep_zeros
 from shardwright.train.outcome import first_line
 from shardwright.train.preflight import Checked
+from shardwright.train.preference import PreferenceObjective, wants_frozen_reference
 from shardwright.train.ranks import RankEnvironment
+from shardwright.train.step import TOKENS, Objective
 
 logger = logging.getLogger("shardwright")
 
@@ -49,6 +51,8 @@ class TrainState:
     step: int = 0
     skipped_in_a_row: int = 0
     best_loss: float = field(default=float("inf"))
+    objective: Objective = TOKENS
+    """What is learned."""
     evaluation_due: bool = False
     """A stop came before the evaluation of this step was done: the resumed run begins with it."""
 
@@ -98,6 +102,23 @@ def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: fl
                 f"port {port} is in use", field="MASTER_PORT", remedy="Choose a free one, or let --nproc start the ranks"
             ) from error
         raise RankFailed(f"rank {ranks.rank} could not meet the others at {address}:{port}: {first_line(str(error))}") from error
+
+
+def build_objective(checked: Checked, model: ParallelModel) -> Objective:
+    """What the recipe learns: tokens, or preferences, which are held to a reference.
+
+    A frozen reference is built as the model is, from the weights that training began with, whatever checkpoint the model then goes
+    on from.
+    """
+    section = checked.recipe.preference
+    if section is None:
+        return TOKENS
+    reference = None
+    if wants_frozen_reference(checked.recipe):
+        frozen = frozenset(spec.name for spec in checked.shape.parameters())
+        reference = build_model(replace(checked, frozen=frozen), model.device)
+        reference.decoder.eval()
+    return PreferenceObjective(section, model, reference, checked.recipe.model.loss_chunk_tokens)
 
 
 def build_model(checked: Checked, device: torch.device) -> ParallelModel:
@@ -176,7 +197,7 @@ def build_state(checked: Checked, device: torch.device, agree: Callable[[bool], 
         kept = keep_zeros(model, optimizer)
         logger.info("keep_zeros: %.1f%% of the trained matrices stay zero", 100.0 * kept.share)
     scaler = LossScaler(recipe.precision, agree) if recipe.precision.kind == "fp16" else None
-    return TrainState(model, optimizer, scaler)
+    return TrainState(model, optimizer, scaler, objective=build_objective(checked, model))
 
 
 def describe_versions() -> dict[str, str]:

@@ -1,0 +1,164 @@
+"""Preference tuning: pairs of responses in rows, the reference that the model is held to, and what is told of them.
+
+A row holds a pair: the chosen response's document, then the rejected one's. What keeps documents apart keeps them apart.
+
+Legend: B pairs (rows), T tokens of a row, N tokens of a micro-batch on this context rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.config import Recipe
+from shardwright.config.preference import PreferenceSection
+from shardwright.data.dataset import IGNORED_LABEL
+from shardwright.data.loader import MicroBatch
+from shardwright.errors import LayoutError, RecipeError
+from shardwright.layout import Layout
+from shardwright.model.decoder import LossFunction
+from shardwright.numerics.loss import token_losses
+from shardwright.numerics.preference import PairLosses, PreferenceTerms, preference_loss, response_log_probs
+from shardwright.parallel import ParallelModel
+
+
+def wants_frozen_reference(recipe: Recipe) -> bool:
+    """Whether a second model stands beside the one that is trained; else its adapters are switched off."""
+    assert recipe.preference is not None
+    if recipe.preference.reference is None:
+        return recipe.adapters is None
+    return recipe.preference.reference == "frozen"
+
+
+def check_preference(recipe: Recipe, layout: Layout) -> None:
+    """Refuse what preferences cannot be learned under, before ranks start.
+
+    Raises:
+        RecipeError, LayoutError: by field.
+    """
+    if recipe.preference is None:
+        return
+    if recipe.preference.reference == "adapter_off" and recipe.adapters is None:
+        raise RecipeError(
+            "there are no adapters to switch off",
+            field="preference.reference",
+            got="adapter_off",
+            allowed="frozen",
+            remedy="Train adapters (adapters: ...), or hold the model to a frozen copy",
+        )
+    if layout.pp > 1:
+        raise LayoutError(
+            "the reference answers a micro-batch before the model sees it, and stages of a pipeline never stand still for that",
+            field="layout.pp",
+            got=layout.pp,
+            allowed="1 with `preference`",
+            remedy="Cut over tp, cp or dp_shard instead",
+        )
+
+
+@dataclass(frozen=True)
+class PreferenceNumbers:
+    """Means over the pairs of a step, of all ranks. A reward is beta x (log-probability of a response - the reference's)."""
+
+    reward_chosen: float
+    reward_rejected: float
+    reward_margin: float
+    reward_accuracy: float
+    """Share of pairs whose chosen response has the higher reward."""
+
+
+class PreferenceObjective:
+    """The pairs: their preference loss, divided by their number.
+
+    Args:
+        model: that is trained.
+        reference: the same model with the weights that training began with, in the same layout and frozen; None switches the
+            adapters of `model` off in its place.
+        chunk_tokens: tokens whose logits are held at a time.
+    """
+
+    def __init__(
+        self, section: PreferenceSection, model: ParallelModel, reference: ParallelModel | None, chunk_tokens: int
+    ) -> None:
+        self.terms = PreferenceTerms(section.beta, section.label_smoothing)
+        self.model, self.reference, self.chunk_tokens = model, reference, chunk_tokens
+        self._seen: list[Tensor] = []
+
+    def arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """The batch with the loss of its pairs; asks the reference first."""
+        reference_B2 = self.reference_log_probs(batch)
+        loss = partial(
+            preference_loss,
+            reference_B2=reference_B2,
+            terms=self.terms,
+            sum_over_row=self._sum_over_row,
+            share=1.0 / self.model.layout.cp,
+            told=self._note,
+            chunk_tokens=self.chunk_tokens,
+        )
+        return batch.arguments() | {"row_loss": _ByRow(batch, loss)}
+
+    def count(self, batch: MicroBatch) -> int:
+        """Pairs; rows that fill the last batch of an evaluation are none."""
+        return int((batch.labels_BT != IGNORED_LABEL).any(dim=1).sum())
+
+    @torch.no_grad()
+    def reference_log_probs(self, batch: MicroBatch) -> Tensor:
+        """Log-probabilities of the responses under the reference, `[B, 2]` in fp64."""
+        found: list[Tensor] = []
+
+        def read(
+            hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, *, sides_N: Tensor, **head: Any
+        ) -> Tensor:
+            losses_N = token_losses(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=self.chunk_tokens, **head)
+            found.append(response_log_probs(losses_N, sides_N, len(batch.labels_BT), self._sum_over_row))
+            return losses_N.sum()
+
+        with self._answering_as_reference() as module:
+            module(**batch.arguments(), row_loss=_ByRow(batch, read))
+        return found[0]
+
+    @contextmanager
+    def _answering_as_reference(self) -> Iterator[nn.Module]:
+        if self.reference is not None:
+            with self.reference.evaluating() as module:
+                yield module
+            return
+        with self.model.evaluating() as module, self.model.decoder.without_adapters():
+            yield module
+
+    def _sum_over_row(self, tensor: Tensor) -> Tensor:
+        return self.model.sum_over(tensor, ("cp",))
+
+    def _note(self, pairs: PairLosses) -> None:
+        chosen_B, rejected_B = pairs.rewards_B2.detach().unbind(1)
+        columns = [chosen_B, rejected_B, (chosen_B > rejected_B).double(), torch.ones_like(chosen_B)]
+        self._seen.append((torch.stack(columns) * pairs.valid_B).sum(dim=1))
+
+    def take(self) -> PreferenceNumbers:
+        """What the pairs since the last time gave, over all ranks; every rank calls this."""
+        total = torch.stack(self._seen).sum(dim=0) if self._seen else torch.zeros(4, dtype=torch.float64, device=self.model.device)
+        self._seen.clear()
+        chosen, rejected, right, count = self.model.sum_over_batch(total).tolist()
+        count = max(1.0, count)
+        return PreferenceNumbers(chosen / count, rejected / count, (chosen - rejected) / count, right / count)
+
+
+class _ByRow:
+    """Tells a loss of pairs which side of which pair each token is of."""
+
+    def __init__(self, batch: MicroBatch, loss: Callable[..., Tensor]) -> None:
+        assert batch.document_ids_BT is not None, "pairs lie in rows as documents"
+        rows_B1 = torch.arange(len(batch.labels_BT), device=batch.labels_BT.device).unsqueeze(1)
+        # Behind the two responses a row is filled up; what fills it is not supervised, and may count to either side.
+        self.sides_BT = 2 * rows_B1 + batch.document_ids_BT.clamp(max=1)
+        self.loss = loss
+
+    def __call__(self, tokens_of: Callable[[Tensor], Tensor]) -> LossFunction:
+        return partial(self.loss, sides_N=tokens_of(self.sides_BT))

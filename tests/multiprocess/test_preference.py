@@ -1,0 +1,110 @@
+"""Preferences under layouts: losses, norms, rewards and weights of one process, the reference beside or within the model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+
+from shardwright.cli.main import run as shardwright
+from shardwright.config.load import validate_recipe
+from shardwright.data.loader import step_micro_batches
+from shardwright.data.order import SampleOrder
+from shardwright.errors import ExitCode
+from shardwright.layout import RankGrid
+from shardwright.telemetry.events import Evaluation, read_events, surviving_steps
+from shardwright.train.evaluation import evaluate
+from shardwright.train.preference import PreferenceObjective
+from shardwright.train.preflight import check
+from shardwright.train.setup import build_state
+from shardwright.train.step import accumulate_gradients, update
+from tests.multiprocess.pool import RankPool
+from tests.unit.train.preference_data import preference_recipe
+
+STEPS = 3
+
+
+def learn(document: dict[str, Any]) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Of every step loss, norm and rewards, then the validation loss; and the weights at the end."""
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    checked = check(validate_recipe(document), world_size)
+    state = build_state(checked, torch.device("cpu"), lambda answer: answer)
+    objective, model = state.objective, state.model
+    assert isinstance(objective, PreferenceObjective)
+    order = SampleOrder(checked.recipe.seed, len(checked.data.train))
+    data_rank = RankGrid(checked.plan.layout).data_rank(rank)
+    told = []
+    for step in range(STEPS):
+        batches = step_micro_batches(checked.data.train, order, checked.plan.batch, step, data_rank)
+        loss = accumulate_gradients(model, batches, seed=0, step=step, objective=objective)
+        done = update(model, state.optimizer, learning_rate=1e-2, max_grad_norm=1.0)
+        told.append([loss.mean(), done.gradient_norm, *asdict(objective.take()).values()])
+    found = evaluate(checked, model, data_rank, lambda: False, objective)
+    assert found is not None
+    told.append([found.loss, float(found.tokens), *asdict(objective.take()).values()])
+    names = [name for name in model.layouts if name in model.trainable]
+    return told, {name: model.full_parameter(name).clone() for name in names}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("preference")
+
+
+CHANGES: dict[str, dict[str, Any]] = {"frozen": {}, "adapter_off": {"adapters": {"rank": 2}}}
+PRECISE = {"precision": {"kind": "fp64"}, "data": {"validation_fraction": 0.2}}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, folder: Path) -> dict[str, Any]:
+    return {name: ranks.run(1, learn, preference_recipe(folder, **change, **PRECISE))[0] for name, change in CHANGES.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "reference"),
+    [
+        ("dp_replicate=2", "frozen"),
+        ("dp_shard=2,zero_stage=3", "frozen"),
+        ("tp=2", "frozen"),
+        ("cp=2,cp_method=ring", "frozen"),
+        ("dp_shard=2,zero_stage=1", "adapter_off"),
+        ("dp_shard=2,zero_stage=3", "adapter_off"),
+        ("tp=2", "adapter_off"),
+        pytest.param("dp_shard=2,zero_stage=2", "frozen", marks=pytest.mark.long),
+        pytest.param("dp_shard=2,tp=2,zero_stage=3", "frozen", marks=pytest.mark.long),
+        pytest.param("cp=2,cp_method=ulysses", "adapter_off", marks=pytest.mark.long),
+    ],
+)
+def test_layouts_learn_what_one_process_learns(
+    ranks: RankPool, folder: Path, alone: dict[str, Any], layout: str, reference: str
+) -> None:
+    num_ranks = 4 if layout == "dp_shard=2,tp=2,zero_stage=3" else 2
+    expected, weights = alone[reference]
+    assert abs(expected[STEPS - 1][4]) > 1e-3  # a margin: model and reference have parted
+    for told, held in ranks.run(num_ranks, learn, preference_recipe(folder, layout, **CHANGES[reference], **PRECISE)):
+        for got, want in zip(told, expected, strict=True):
+            assert got == pytest.approx(want, rel=1e-9, abs=1e-12)
+        for name, want_weights in weights.items():
+            torch.testing.assert_close(held[name], want_weights, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_a_run_tells_of_rewards_and_goes_on_from_its_checkpoint(folder: Path) -> None:
+    document = preference_recipe(folder, data={"validation_fraction": 0.2}, checkpoint={"every_steps": 2})
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(document))
+    assert shardwright(["train", str(recipe), "--set", "training.max_steps=2"]) == ExitCode.DONE
+    assert shardwright(["train", str(recipe), "--resume"]) == ExitCode.DONE
+    log = read_events(folder / "run")
+    steps = surviving_steps(log)
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert steps[0].loss == pytest.approx(0.693147, abs=1e-5)
+    assert steps[0].reward_margin == pytest.approx(0.0, abs=1e-6)
+    assert steps[2].reward_margin is not None
+    assert steps[2].reward_margin > 0.0  # the reference of the resumed run is the model that the first one began with
+    assert log.of(Evaluation)[-1].reward_accuracy is not None
