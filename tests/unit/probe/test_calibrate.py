@@ -1,0 +1,128 @@
+"""What the planner asks is what is measured, and what was measured changes what the planner says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.config.layout import ClusterSection
+from shardwright.config.load import validate_recipe
+from shardwright.config.schema import Recipe
+from shardwright.errors import InputError
+from shardwright.hardware import CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
+from shardwright.layout import Layout
+from shardwright.planner.achieved import load_efficiencies
+from shardwright.planner.automatic import cluster_of
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.predict import predict
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.question import candidate_of, shape_of, template_of
+from shardwright.probe.calibrate import order_of, profile_of
+from shardwright.probe.doctor import Diagnosis
+from shardwright.probe.examination import Order
+
+LAYOUT = Layout(dp_shard=2, zero_stage=3)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return validate_recipe(
+        {
+            "model": {
+                "config": {
+                    "model_type": "llama",
+                    "hidden_size": 192,
+                    "intermediate_size": 512,
+                    "num_hidden_layers": 4,
+                    "num_attention_heads": 6,
+                    "num_key_value_heads": 3,
+                    "vocab_size": 2048,
+                    "max_position_embeddings": 512,
+                }
+            },
+            "data": {"sources": "corpus.txt"},
+            "training": {"sequence_length": 256, "micro_batch_size": 4, "max_steps": 10, "learning_rate": 1e-3},
+            "precision": "bf16",
+            "layout": {"zero_stage": 3},
+        }
+    )
+
+
+def measured(order: Order, flops_per_second: float, bytes_per_second: float) -> Diagnosis:
+    """As an examination of the order would end on two ranks, one of them a fifth slower; links carry 1 GB/s, after 50 us."""
+    products = [
+        asdict(MatmulRate(*shape, flops_per_second * share)) | {"rank": rank}
+        for shape in order.products
+        for rank, share in ((0, 1.0), (1, 0.8))
+    ]
+    copies = [{"kind": "memory", "num_bytes": 2**26, "bytes_per_second": bytes_per_second, "rank": rank} for rank in (0, 1)]
+    collectives = [
+        asdict(CollectiveRate(kind, size, size, num_bytes, 50e-6 + num_bytes / 1e9)) | {"axis": "dp_shard", "ranks": [0, 1]}
+        for kind, size, num_bytes in order.messages
+    ]
+    rates = {"products": products, "copies": copies, "collectives": collectives}
+    return Diagnosis((), 2, str(order.layout), "cpu", "x86_64", 2**34, rates)
+
+
+def predicted(recipe: Recipe, profile: Path | None) -> Prediction:
+    """As `train` and `plan` predict it, for two CPUs."""
+    cluster = cluster_of(ClusterSection(node="2xCPU", profile=None if profile is None else str(profile)), 2)
+    candidate = candidate_of(recipe, template_of(recipe), 2)
+    assert isinstance(candidate, Candidate)
+    return predict(shape_of(recipe), candidate, cluster, load_efficiencies().of(cluster.accelerator))
+
+
+def test_every_look_up_of_the_planner_is_measured(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    order = order_of(recipe, LAYOUT, device="cpu", calibrates=True)
+    save_profile(profile_of(measured(order, 1e11, 1e10), order), tmp_path / "here.json")
+    missed: list[Any] = []
+    found = MeasuredProfile.matmul_flops_per_second
+
+    def look(self: MeasuredProfile, precision: str, m: int, n: int, k: int) -> float | None:
+        if not any((rate.precision, rate.m, rate.n, rate.k) == (precision, m, n, k) for rate in self.matmuls):
+            missed.append((precision, m, n, k))
+        return found(self, precision, m, n, k)
+
+    monkeypatch.setattr(MeasuredProfile, "matmul_flops_per_second", look)
+    predicted(recipe, tmp_path / "here.json")
+    assert missed == []
+    assert {kind for kind, _, _ in order.messages} == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_what_was_measured_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) -> None:
+    order = order_of(recipe, LAYOUT, device="cpu", calibrates=True)
+    times = {}
+    for name, flops, moved in (("slow", 1e10, 1e9), ("fast", 1e11, 1e10)):
+        profile = profile_of(measured(order, flops, moved), order)
+        save_profile(profile, tmp_path / f"{name}.json")
+        assert load_profile(tmp_path / f"{name}.json") == profile
+        assert profile.matmuls[0].flops_per_second == pytest.approx(0.9 * flops)  # the median of the two ranks
+        assert profile.catalog_name == "EPYC-9654"
+        times[name] = predicted(recipe, tmp_path / f"{name}.json").time
+    assert times["slow"].compute == pytest.approx(10 * times["fast"].compute, rel=0.05)
+    assert times["slow"].optimizer == pytest.approx(10 * times["fast"].optimizer, rel=0.01)
+    assert predicted(recipe, None).time.step < times["fast"].step  # the data sheet's 96 cores are faster than either
+
+
+def test_without_a_recipe_usual_shapes_are_measured() -> None:
+    order = order_of(None, LAYOUT, device="cpu", calibrates=True)
+    assert {shape[0] for shape in order.products} == {"fp32", "bf16"}
+    assert len(order.products) > 40
+    assert order_of(None, LAYOUT, device="cpu").products == ()
+
+
+def test_long_products_are_tried_with_fewer_rows(recipe: Recipe) -> None:
+    long = recipe.model_copy(update={"training": recipe.training.model_copy(update={"micro_batch_size": 4096})})
+    order = order_of(long, LAYOUT, device="cpu", calibrates=True)
+    assert max(2.0 * m * n * k for _, m, n, k in order.products) <= 1e11
+    assert max(num_bytes for _, _, num_bytes in order.messages) <= 64 * 2**20
+
+
+def test_an_examination_that_broke_off_gives_no_profile() -> None:
+    order = order_of(None, LAYOUT, device="cpu", calibrates=True)
+    broken = replace(measured(order, 1e11, 1e10), rates={"products": [], "copies": [], "collectives": []})
+    with pytest.raises(InputError, match="broke off"):
+        profile_of(broken, order)

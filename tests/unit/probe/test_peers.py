@@ -1,0 +1,177 @@
+"""Peers that do not come, ports that are closed, stages that hang, clocks and folders: found, named, and never waited for long."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwright.layout import Layout
+from shardwright.probe.clock import Offset, estimate_offset
+from shardwright.probe.doctor import examine_rank
+from shardwright.probe.examination import STAGES, Order
+from shardwright.probe.rendezvous import Meeting, NotMet, Seat, meet, reach
+from shardwright.probe.storage import Folder, existing, look_for_others, time_write
+from shardwright.probe.watch import Watch, judge_standstill
+from shardwright.train.ranks import RankEnvironment
+
+
+@pytest.fixture
+def port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def meeting_place(monkeypatch: pytest.MonkeyPatch, port: int) -> str:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return f"127.0.0.1:{port}"
+
+
+def test_a_closed_port_is_told_with_its_address(port: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(NotMet, match=rf"127\.0\.0\.1:{port} was not reached .*the port is closed") as caught:
+        reach("127.0.0.1", port, 0.5)
+    assert caught.value.finding.verdict == "fail"
+    assert time.monotonic() - began < 5
+
+
+def test_an_unknown_name_is_told_as_such(port: int) -> None:
+    with pytest.raises(NotMet, match="the name is unknown"):
+        reach("no-such-host.invalid", port, 0.5)
+
+
+def test_packets_that_are_dropped_are_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_answer(*words: Any, **more: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", no_answer)
+    with pytest.raises(NotMet, match=r"packets are dropped.*nc -zv node-7 29500"):
+        reach("node-7", 29500, 0.3)
+
+
+@pytest.mark.usefixtures("meeting_place")
+def test_a_rank_that_reaches_nobody_ends_with_a_finding() -> None:
+    order = Order(Layout(dp_shard=2, zero_stage=3), timeout_seconds=0.5)
+    diagnosis = examine_rank(order, RankEnvironment(1, 2, 1), lambda diagnosis: None)
+    assert diagnosis is not None
+    (finding,) = [one for one in diagnosis.findings if one.verdict == "fail"]
+    assert (finding.section, finding.name) == ("peers", "rendezvous")
+    assert any(one.section == "software" for one in diagnosis.findings)  # what can be said alone is said
+
+
+def test_ranks_that_do_not_come_are_named(meeting_place: str) -> None:
+    order = Order(Layout(dp_shard=4, zero_stage=3), timeout_seconds=1.0)
+    diagnosis = examine_rank(order, RankEnvironment(0, 4, 0), lambda diagnosis: None)
+    assert diagnosis is not None
+    (finding,) = [one for one in diagnosis.findings if one.verdict == "fail"]
+    assert f"ranks 1-3 of 4 did not come to {meeting_place}" in finding.value
+    assert finding.numbers["missing"] == [1, 2, 3]
+
+
+def test_a_taken_port_is_told(meeting_place: str, port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(NotMet, match=f"port {port} is in use"):
+            meet(RankEnvironment(0, 2, 0), 1.0)
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """`work(rank)` for every rank, at the same time."""
+    results: list[Any] = [None] * count
+    threads = [threading.Thread(target=lambda rank=rank: results.__setitem__(rank, work(rank))) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return results
+
+
+def connected(count: int) -> list[dist.Store]:
+    """Lines to one store, one per rank."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    others = [dist.TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False) for _ in range(count - 1)]
+    return [host, *others]
+
+
+def test_a_clock_that_is_ahead_is_measured() -> None:
+    stores = connected(3)
+    ahead = {0: 0.0, 1: 3.0, 2: -0.5}
+    found = in_threads(3, lambda rank: estimate_offset(stores[rank], rank, 3, clock=lambda: time.time() + ahead[rank]))
+    assert found[0] is None
+    for rank in (1, 2):
+        offset = found[rank]
+        assert isinstance(offset, Offset)
+        assert abs(offset.seconds - ahead[rank]) <= offset.error_seconds + 1e-3
+
+
+def test_a_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
+    stores = connected(3)
+    folders = [tmp_path / name for name in ("shared", "shared", "own")]
+    for folder in set(folders):
+        folder.mkdir()
+
+    def look(rank: int) -> Any:
+        return look_for_others(
+            Folder("runs", str(folders[rank] / "not-yet" / "made"), True), stores[rank], rank, 3, wait_seconds=0.5
+        )
+
+    sights = in_threads(3, look)
+    assert [sight.unseen for sight in sights] == [(2,), (2,), (0, 1)]
+    assert list(tmp_path.rglob("*shardwright-doctor*")) == []
+
+
+def test_a_folder_is_written_where_it_would_be_made_and_left_clean(tmp_path: Path) -> None:
+    written = time_write(Folder("runs", str(tmp_path / "runs" / "demo"), True), num_bytes=2**20)
+    assert (written.path, written.problem) == (str(tmp_path), "")
+    assert written.bytes_per_second > 0
+    assert list(tmp_path.iterdir()) == []
+    assert existing(tmp_path / "a" / "b") == tmp_path
+
+
+def test_a_folder_that_takes_no_files_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*words: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert time_write(Folder("runs", str(tmp_path), True)).problem == "No space left on device"
+
+
+def test_a_stage_that_hangs_is_noticed_and_one_that_goes_on_is_not() -> None:
+    expired: list[str] = []
+    watch = Watch(0.6, expired.append)
+    with watch.stage("products"):
+        for _ in range(6):
+            time.sleep(0.2)
+            watch.progress()
+    assert expired == []
+    with watch.stage("collectives"):
+        time.sleep(1.5)
+    watch.close()
+    assert expired == ["collectives"]
+
+
+def test_who_is_behind_is_named() -> None:
+    (store,) = connected(1)
+    seats = {rank: Seat(f"node-{rank}", f"node-{rank}", 0) for rank in range(3)}
+    meeting = Meeting(0, seats, store, store, "127.0.0.1:1", 0.1)
+    store.set("stage/0", "correctness")
+    store.set("stage/1", "products")
+    finding = judge_standstill("correctness", 60, meeting, STAGES)
+    assert "rank 1 (node-1) still at products" in finding.value
+    assert "rank 2 (node-2) still at the start" in finding.value
+    assert finding.numbers["behind"] == [1, 2]
+    store.set("stage/1", "correctness")
+    store.set("stage/2", "collectives")
+    assert "every rank is in it" in judge_standstill("correctness", 60, meeting, STAGES).value
