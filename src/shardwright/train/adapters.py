@@ -18,6 +18,7 @@ from shardwright.architecture.adapters import module_of, part_name
 from shardwright.architecture.parameters import AdapterPart
 from shardwright.errors import CheckFailed, InputError
 from shardwright.model.adapters import merged_weight
+from shardwright.model.nf4 import unpack
 from shardwright.model.peft import PeftFolder, write_peft_folder
 from shardwright.train.export import TOLERANCE, expected_logits, probe_ids
 from shardwright.train.source import ModelSource
@@ -81,9 +82,28 @@ def full_precision(source: ModelSource) -> ModelSource:
     return replace(source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=source.read_plain)
 
 
+def dequantised(source: ModelSource) -> ModelSource:
+    """The source with its base in full precision, with the values that training saw."""
+    adapters = _adapters_of(source)
+    if adapters.quantize is None:
+        return source
+    columns = {spec.name: spec.packed.shape[-1] for spec in source.shape.parameters() if spec.packed is not None}
+
+    def read(name: str) -> Tensor:
+        tensor = source.read(name)
+        return unpack(tensor, columns[name], torch.float32) if name in columns else tensor
+
+    return replace(source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=read)
+
+
 def merged_source(source: ModelSource) -> ModelSource:
-    """The source's model without adapters: they are put into its matrices, in fp32, one matrix at a time as it is read."""
-    source = full_precision(source)
+    """The source's model without adapters: they are put into its matrices, in fp32, one matrix at a time as it is read.
+
+    A base that was held in 4 bits is the one that the adapters fit: its values, dequantised, are what they are put into.
+    """
+    if _adapters_of(source).quantize is not None:
+        logger.info("the base was held in 4 bits: its values are dequantised into full precision, and merged")
+    source = dequantised(source)
     shape, adapters = source.shape, _adapters_of(source)
     matrices = {spec.name: spec for spec in shape.base.parameters() if module_of(spec) in adapters.modules and not spec.is_bias}
 
@@ -106,7 +126,7 @@ def check_merge(source: ModelSource, merged: ModelSource) -> float:
     Raises:
         CheckFailed: they compute different logits.
     """
-    wanted_BTV = expected_logits(full_precision(source), torch.float32)
+    wanted_BTV = expected_logits(source, torch.float32)
     gc.collect()  # one model in memory at a time
     difference = _difference(expected_logits(merged, torch.float32), wanted_BTV)
     logger.info("logits of the merged model differ from the unmerged one's by %.1e of the largest", difference)
