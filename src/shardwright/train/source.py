@@ -11,19 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.architecture import AdapterShape, ModelShape, read_config
+from shardwright.architecture import AdapterShape, ModelShape
 from shardwright.checkpoint.commit import BEST, LATEST, read_pointer, step_folders
 from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint, read_tensor, read_values
 from shardwright.checkpoint.place import Place
 from shardwright.checkpoint.verify import WholeCheckpoint
 from shardwright.config import Recipe
+from shardwright.config.model import ModelSection
 from shardwright.data.tokenize import load_tokenizer
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.model.decoder import Decoder
+from shardwright.model.foreign import build_decoder
 from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
 from shardwright.model.nf4 import packed_slice
+from shardwright.model.theirs import read_shape
 from shardwright.train.folder import RunFolder
 
 MODEL_PREFIX = "model."
@@ -97,7 +100,7 @@ def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
         )
     if checkpoint != LATEST:
         raise InputError("a Hugging Face folder has no checkpoints", field="--checkpoint", got=checkpoint, remedy="Leave it out")
-    shape, weights = read_config(path), WeightsFolder(path)
+    shape, weights = read_shape(path, ModelSection(path=str(path), dropout="off")), WeightsFolder(path)
     weights.check(shape)
     dtype = weights.dtype_of(weights.tensor_names[0])
     return ModelSource(
@@ -111,7 +114,8 @@ def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
 
 
 def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
-    recipe, shape = folder.load_recipe(), read_config(folder.config)
+    recipe = folder.load_recipe()
+    shape = read_shape(folder.config, recipe.model.model_copy(update={"dropout": "off"}))
     found = find_checkpoint(folder.checkpoints, checkpoint)
     values = read_values(found)
     shape = replace(shape, adapters=_adapters_of(values))
@@ -224,7 +228,7 @@ def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:
 def load_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> Decoder:
     """The model in memory, in one dtype throughout, ready for evaluation."""
     with torch.device("meta"):
-        decoder = Decoder(source.shape).to(dtype)
+        decoder = build_decoder(source.shape).to(dtype)
     decoder = decoder.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
