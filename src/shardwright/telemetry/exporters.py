@@ -1,10 +1,11 @@
-"""Optional sinks that hand the numbers to other tools: TensorBoard files, Weights & Biases. Neither needs torch."""
+"""Optional sinks that hand the numbers to other tools: TensorBoard files, Weights & Biases, MLflow. None needs torch."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -112,7 +113,63 @@ class WeightsAndBiases:
             self._run.finish(exit_code=self._exit_code)
 
 
-EXPORTERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+_MLFLOW_VALUE_CHARACTERS = 500
+"""MLflow refuses longer parameters."""
+
+
+class MLflow:
+    """Scalars into an MLflow run that goes on after a resume: its id lies in the run folder.
+
+    Server and account are MLflow's own environment variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...); without a server
+    the numbers go to a database in the run folder (`mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`).
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        mlflow = _need("mlflow", extra="mlflow")
+        self._entities = _need("mlflow.entities", extra="mlflow")
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._id_file = run_dir / "mlflow-run-id"
+        self._run_id: str | None = None
+        self._status = "FAILED"  # unless the run says that it ended well
+
+    def on_event(self, event: Event) -> None:
+        """Open the run at its start, log the event's scalars, and keep the outcome."""
+        if isinstance(event, RunStarted) and self._run_id is None:
+            self._run_id = self._open(event)
+        if self._run_id is None:
+            return
+        scalars = scalars_of(event)
+        if scalars:
+            at = int(1000 * event.time)
+            metrics = [self._entities.Metric(name, value, at, event.step or 0) for name, value in scalars.items()]
+            self._client.log_batch(self._run_id, metrics=metrics)
+        if isinstance(event, RunFinished):
+            self._status = "FAILED" if event.status == "failed" else "KILLED" if event.status == "preempted" else "FINISHED"
+
+    def _open(self, event: RunStarted) -> str:
+        if self._id_file.is_file():
+            run_id = self._id_file.read_text(encoding="utf-8").strip()
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardwright"
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        run_id: str = self._client.create_run(experiment_id, run_name=event.name).info.run_id
+        told = {"layout": event.layout, "parameters": event.num_parameters, "total_steps": event.total_steps, **event.versions}
+        values = [self._entities.Param(key, str(value)[:_MLFLOW_VALUE_CHARACTERS]) for key, value in told.items()]
+        self._client.log_batch(run_id, params=values)
+        self._client.log_dict(run_id, {"recipe": event.recipe, "plan": event.plan}, "run.yaml")
+        self._id_file.write_text(run_id + "\n", encoding="utf-8")
+        return run_id
+
+    def close(self) -> None:
+        """Finish the run with its outcome."""
+        if self._run_id is not None:
+            self._client.set_terminated(self._run_id, status=self._status)
+
+
+EXPORTERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
 
 def check_exporters(names: Iterable[str]) -> None:

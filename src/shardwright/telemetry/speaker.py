@@ -3,7 +3,7 @@
     Speaker ── EventWriter          events.jsonl, the source
             ├─ Terminal | PlainLines    standard error, for the person who waits
             ├─ LogFile                  log.txt, the same lines with the time
-            └─ TensorBoard, WeightsAndBiases
+            └─ TensorBoard, WeightsAndBiases, MLflow
 
 Rank 0 speaks. Other ranks have a Speaker too, but it only passes their warnings and failures on, with the rank.
 """
@@ -87,7 +87,7 @@ def open_speaker(
     """The speaker of a rank.
 
     Rank 0 gets the event file, log.txt, the terminal (a bar on a terminal, plain lines elsewhere) and the exporters named
-    (`tensorboard`, `wandb`); every other rank only says its warnings and failures.
+    (`tensorboard`, `wandb`, `mlflow`); every other rank only says its warnings and failures.
 
     Raises:
         InputError: an exporter whose package is missing, or another process writes this run.

@@ -22,6 +22,7 @@ from shardwright.telemetry.sensors import Reading, open_sensor
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.clocks import SharedClock
 from shardwright.train.meeting import Meeting
+from shardwright.train.profiling import ProfiledSteps
 from shardwright.train.setup import TrainState
 from shardwright.train.step import StepTimes
 
@@ -49,10 +50,12 @@ class RankStep:
 class RankMeter:
     """Measures the steps of this rank and hands the numbers of all ranks to the event file."""
 
-    def __init__(self, state: TrainState, device: torch.device, meeting: Meeting, num_micro_batches: int) -> None:
+    def __init__(
+        self, state: TrainState, device: torch.device, meeting: Meeting, num_micro_batches: int, profiled: ProfiledSteps
+    ) -> None:
         self.times = StepTimes(device)
         self._state, self._model, self._device, self._meeting = state, state.model, device, meeting
-        self._num_micro_batches = num_micro_batches
+        self._num_micro_batches, self._profiled = num_micro_batches, profiled
         self._waits = state.model.waits()
         self._sensor = open_sensor(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
         self._checkpoint_seconds = 0.0
@@ -65,7 +68,7 @@ class RankMeter:
         """Bracket a step's gradients and update."""
         self._waits.start()
         self._steps += 1
-        with measuring(self._waits):
+        with self._profiled.profiling(self._state.step + 1), measuring(self._waits):
             yield
 
     def note_gradients(self) -> None:
@@ -99,6 +102,8 @@ class RankMeter:
             self._tell_memory(speaker, step)
         if self._model.pipeline is not None and (self._steps == 3 or step % max(1, total_steps // _PICTURES) == 0):
             self._tell_pipeline(speaker, step)
+        if self._profiled.due(step):
+            self._profiled.gather(step, self._meeting, self.clock(), speaker)
 
     def clock(self) -> SharedClock:
         """The clock of all ranks; agreed on when it is first asked for. Every rank calls this."""

@@ -123,7 +123,7 @@ def test_only_rank_0_writes_the_run_folder(tmp_path: Path) -> None:
 
 
 def test_a_wrong_exporter_lets_go_of_the_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"allowed: tensorboard, wandb"):
+    with pytest.raises(InputError, match=r"allowed: tensorboard, wandb, mlflow"):
         open_speaker(tmp_path, exporters=["tensorbored"], stream=io.StringIO())
     open_speaker(tmp_path, stream=io.StringIO()).close()  # the lock was given back
 

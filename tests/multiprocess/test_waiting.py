@@ -1,0 +1,106 @@
+"""What ranks wait for each other is told by cut, and a rank that is slow by itself stands out from those that wait for it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.architecture import read_config
+from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.numerics import chunked_cross_entropy, dtypes
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.waiting import CUTS, measuring, waiting
+from shardwright.plan import BatchPlan, Plan
+from shardwright.train.clocks import agree_on_clock
+from shardwright.train.step import accumulate_gradients
+from tests.multiprocess.models import LLAMA, recipe_of
+from tests.multiprocess.pool import RankPool
+from tests.multiprocess.test_pipeline_execution import micro_batch
+
+CONFIG = LLAMA | {"num_hidden_layers": 4, "intermediate_size": 28}
+SLOW_SECONDS = 0.3
+
+
+def build(layout: Layout) -> ParallelModel:
+    recipe = recipe_of(CONFIG, precision={"kind": "fp64"})
+    shape, kinds = read_config(CONFIG), dtypes(recipe.precision)
+    with torch.device("meta"):
+        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8), compute_dtype=kinds.compute)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    return apply_layout(
+        decoder,
+        Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), recipe.precision),
+        build_mesh(layout, "cpu"),
+        torch.device("cpu"),
+        fill=lambda name, narrow: initialise(specs[name], 3, dtype=kinds.param, narrow=narrow),
+    )
+
+
+def own_and_waits(layout: Layout, slow_rank: int) -> tuple[float, dict[str, float]]:
+    """Own time and waits of a rank's second step, in which one rank lingers in its blocks."""
+    model = build(layout)
+    batches = [micro_batch(2, 8, number) for number in range(2)]
+    accumulate_gradients(model, batches, seed=0, step=0)
+    if dist.get_rank() == slow_rank:
+        lingered: list[None] = []
+
+        def linger(_module: nn.Module, _arguments: Any) -> None:
+            if not lingered:
+                lingered.append(None)
+                time.sleep(SLOW_SECONDS)
+
+        model.decoder.blocks[0].register_forward_pre_hook(linger)
+    dist.barrier()
+    waits = model.waits()
+    waits.start()
+    began = time.perf_counter()
+    with measuring(waits):
+        accumulate_gradients(model, batches, seed=0, step=1)
+    seconds = time.perf_counter() - began
+    return seconds - sum(waits.seconds().values()), waits.seconds()
+
+
+@pytest.mark.parametrize(
+    ("layout", "cut"),
+    [
+        (Layout(dp_replicate=2), "data"),
+        (Layout(dp_shard=2, zero_stage=3), "data"),
+        (Layout(dp_shard=2, zero_stage=1), "data"),
+        (Layout(tp=2), "tensor"),
+        (Layout(cp=2, zero_stage=0), "context"),
+        (Layout(pp=2), "pipeline"),
+    ],
+    ids=str,
+)
+def test_a_slow_rank_stands_out_and_the_other_waits_for_it(ranks: RankPool, layout: Layout, cut: str) -> None:
+    (own_slow, waits_slow), (own_other, waits_other) = ranks.run(2, own_and_waits, layout, 0)
+    assert own_slow > SLOW_SECONDS
+    assert waits_other[cut] > 0.8 * SLOW_SECONDS
+    assert own_other < own_slow - 0.6 * SLOW_SECONDS
+    assert sum(waits_slow.values()) < sum(waits_other.values())
+
+
+def clock_and_difference() -> tuple[float, float]:
+    """The error that the clock claims, and how far it is from rank 0's: all ranks of this test share a machine, and its clock."""
+    clock = agree_on_clock(dist.get_rank(), dist.get_world_size())
+    return clock.error_seconds, abs(clock.wall_offset_seconds)
+
+
+def test_ranks_agree_on_a_clock(ranks: RankPool) -> None:
+    for error, difference in ranks.run(2, clock_and_difference):
+        assert difference <= error + 1e-3
+        assert error < 0.5
+
+
+def test_nothing_is_measured_outside() -> None:
+    with waiting("data"):
+        pass
+    assert set(CUTS) == {"data", "tensor", "context", "expert", "pipeline", "world"}
