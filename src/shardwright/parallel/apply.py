@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwright.architecture import ForeignShape
 from shardwright.layout import (
     Bounds,
     Layout,
@@ -85,6 +86,7 @@ def apply_layout(
     check(decoder.shape, layout, plan.batch.sequence_length)
     kinds = dtypes(plan.precision)
     decoder.to(kinds.param)
+    _hold_frozen(decoder, kinds.compute)
     stages = stages_of(decoder.shape, layout, plan.batch.sequence_length)
     layouts = place(decoder.shape, layout, stages)
     trainable = frozenset(name for name, parameter in decoder.named_parameters() if parameter.requires_grad)
@@ -160,6 +162,20 @@ def _build_pipeline(model: ParallelModel, stages: Sequence[Stage], mesh: Mesh, n
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)
     return pipeline
+
+
+def _hold_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Keep the matrices beside adapters in the precision to which products cast them anyway: nothing is ever added to them.
+
+    What is computed in fp32 stays so: norms, biases, routers.
+    """
+    if decoder.shape.adapters is None or isinstance(decoder.shape, ForeignShape):
+        return
+    specs = {spec.name: spec for spec in decoder.shape.parameters()}
+    for name, parameter in decoder.named_parameters():
+        spec = specs[name]
+        if spec.part is None and spec.packed is None and len(spec.shape) >= 2 and not spec.is_bias and spec.role != "router":
+            parameter.data = parameter.data.to(dtype)
 
 
 def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int]) -> None:

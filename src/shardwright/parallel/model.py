@@ -271,8 +271,8 @@ class ParallelModel:
         if self.mesh is None:
             assert tensor is not None
             return tensor
-        # Of bytes, too, numbers are put together; every rank has some parameter that is no bytes.
-        dtype = next(parameter.dtype for parameter in self._parameters.values() if parameter.is_floating_point())
+        # Of bytes, too, numbers are put together. Every rank has some parameter in the widest precision, whatever else has fewer bits.
+        dtype = max((p.dtype for p in self._parameters.values() if p.is_floating_point()), key=lambda dtype: dtype.itemsize)
         whole = torch.zeros(described.shape, dtype=dtype, device=self.device)
         counts = self._here["pp"] == described.stages[0] and not any(self._here[axis] for axis in described.copy_axes)
         for box in self.held(name) if counts else ():

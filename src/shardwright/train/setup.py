@@ -150,7 +150,7 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
 def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
     """The slices of parameters that a rank holds, from the folder or from name and seed; adapters from theirs, or as they begin."""
     recipe, shape = checked.recipe, checked.shape
-    specs = {spec.name: spec for spec in shape.parameters()}
+    specs, compute = {spec.name: spec for spec in shape.parameters()}, dtypes(checked.plan.precision).compute
     if recipe.model.pretrained:
         assert recipe.model.path is not None
         folder = WeightsFolder(recipe.model.path)
@@ -166,7 +166,7 @@ def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
 
     def read_held(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         matrix = specs[name].packed
-        return read_base(name, narrow) if matrix is None else held_slice(matrix, narrow, read_base, dtype)
+        return read_base(name, narrow).to(compute) if matrix is None else held_slice(matrix, narrow, read_base, dtype)
 
     def read(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         spec = specs[name]
