@@ -62,6 +62,7 @@ TENSOR_CUTS: dict[Role, Cut] = {
     "balance_bias": "residual",
     "expert_gate_up": "expert_columns",
     "expert_down": "expert_rows",
+    "projection": "residual",
     "other": "residual",
 }
 

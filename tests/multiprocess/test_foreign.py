@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwright.architecture.targets import with_adapters
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from shardwright.layout import Layout
@@ -31,10 +32,18 @@ LAYOUTS = [
 ]
 
 
-def prove(ranks: RankPool, family: str, layouts: list[Layout], cases: list[Case], dtypes: list[Any]) -> None:
-    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
+def prove(
+    ranks: RankPool,
+    family: str,
+    layouts: list[Layout],
+    cases: list[Case],
+    dtypes: list[Any],
+    adapters: dict[str, Any] | None = None,
+) -> None:
+    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"}, adapters=adapters)
     assert recipe.model.config is not None
-    report = verify(recipe, read_shape(recipe.model.config, recipe.model), layouts, cases, dtypes, sequence_length=12, pool=ranks)
+    shape = with_adapters(read_shape(recipe.model.config, recipe.model), recipe.adapters)
+    report = verify(recipe, shape, layouts, cases, dtypes, sequence_length=12, pool=ranks)
     failed = [
         (str(c.layout), str(c.case), c.failure or [f for f in c.findings if not f.passed]) for c in report.cells if not c.passed
     ]
@@ -57,6 +66,13 @@ def prove(ranks: RankPool, family: str, layouts: list[Layout], cases: list[Case]
 )
 def test_layouts_give_the_gradients_of_one_process(ranks: RankPool, family: str, layout: Layout, case: Case) -> None:
     prove(ranks, family, [layout], [case], ["float64"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("opt", Layout(dp_shard=2, zero_stage=3)), ("mamba", Layout(dp_replicate=2))], ids=str
+)
+def test_adapters_have_the_gradients_of_one_process(ranks: RankPool, family: str, layout: Layout) -> None:
+    prove(ranks, family, [layout], [Case(2, "full", tied=True)], ["float64"], adapters={"rank": 2})
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from shardwright.config.adapters import AdapterKind, QuantizeKind
 
 ADAPTED_ROLES: tuple[Role, ...] = (
     "query", "key", "value", "qkv", "attention_out", "query_latent", "key_value_latent", "key_value",
-    "gate", "up", "gate_up", "down", *EXPERT_ROLES,
+    "gate", "up", "gate_up", "down", "projection", *EXPERT_ROLES,
 )  # fmt: skip
 """Of matrices beside which an adapter can stand: the projections of attention and feed-forward, experts included."""
 

@@ -26,7 +26,7 @@ _PARTS = {
     "router": ("router", "balance_bias"),
     "norm": ("norm",),
     "head": ("head",),
-    "other": ("other",),
+    "other": ("projection", "other"),
 }  # fmt: skip
 _LOOKED_UP = ("embedding", "positions")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.architecture.adapters import adapted_parameters
 from shardwright.architecture.parameters import ParameterSpec
 from shardwright.architecture.shape import ModelShape
 
@@ -35,8 +36,8 @@ class ForeignShape(ModelShape):
     code: str | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Every parameter in the class's order, tied ones once under their owner's name."""
-        return self.specs
+        """Every parameter in the class's order, tied ones once under their owner's name; adapters behind their matrix."""
+        return self.specs if self.adapters is None else tuple(adapted_parameters(self.specs, self.adapters, self.lies_in_out))
 
     @property
     def tied(self) -> dict[str, str]:

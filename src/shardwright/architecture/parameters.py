@@ -58,7 +58,7 @@ Role = Literal[
     "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm", "key_value",
     "gate", "up", "gate_up", "down",
     "router", "balance_bias", "expert_gate_up", "expert_down",
-    "other",
+    "projection", "other",
 ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ class ParameterSpec:
     """One parameter of the decoder: its name and shape, what it is for, and its initial values.
 
     `layer` is None outside the blocks. A bias carries the role of the module it belongs to; of a foreign model's parameters
-    only its class knows the role, and here they are `other`.
+    only its class knows the role: here they are `projection` (a matrix of a block that inputs are multiplied with) or `other`.
 
     `stored` is empty where a weights file holds the parameter under its own name. The parameters of a layer's experts are one
     tensor here, `[experts, sections x rows, columns]`, and many in a file: `stored` then names them, one pattern per section

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from shardwright.architecture.adapters import ADAPTED_ROLES, AdapterShape, module_of
 from shardwright.architecture.count import EXPERT_ROLES
+from shardwright.architecture.foreign import ForeignShape
 from shardwright.architecture.peft import read_peft_folder
 from shardwright.architecture.shape import ModelShape
 from shardwright.config.adapters import DEFAULT_RANK, AdapterSection
@@ -18,10 +19,28 @@ def with_adapters(shape: ModelShape, section: AdapterSection | None) -> ModelSha
     """The model with the adapters that a recipe asks for; as it is where it asks for none."""
     if section is None:
         return shape
+    if isinstance(shape, ForeignShape):
+        _check_foreign(shape, section)
     adapted = replace(shape, adapters=replace(choose_adapters(shape, section), quantize=section.quantize))
     if section.quantize is not None:
         _check_quantised(adapted)
     return adapted
+
+
+def _check_foreign(shape: ForeignShape, section: AdapterSection) -> None:
+    """Refuse of adapters what a class that is not ours cannot have."""
+    refusals = {
+        "kind": (section.kind == "dora", section.kind, "lora or rslora"),
+        "dropout": (section.dropout > 0.0, section.dropout, "0: masks of its own stream would depend on the layout"),
+        "quantize": (section.quantize is not None, section.quantize, "none: its class multiplies with the matrices themselves"),
+        "path": (section.path is not None, section.path, "none: begin anew, or from merged weights"),
+        "targets": (not any(spec.role == "projection" for spec in shape.specs), section.targets, "none of its matrices is known"),
+    }
+    for field, (refused, got, allowed) in refusals.items():
+        if refused:
+            raise RecipeError(
+                f"{shape.family} runs through transformers' {shape.class_name}", field=f"adapters.{field}", got=got, allowed=allowed
+            )
 
 
 def _check_quantised(shape: ModelShape) -> None:

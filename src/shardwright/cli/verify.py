@@ -11,6 +11,7 @@ import typer
 
 from shardwright.architecture import FAMILIES, ForeignShape, ModelShape, shape_of
 from shardwright.architecture.recipe import config_of
+from shardwright.architecture.targets import with_adapters
 from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.config import Recipe, load_recipe
 from shardwright.errors import CheckFailed, ExitCode, InputError
@@ -107,7 +108,7 @@ def _read(recipe: Recipe) -> ModelShape:
         return shape_of(recipe)
     from shardwright.model.theirs import read_shape
 
-    return read_shape(config, recipe.model)
+    return with_adapters(read_shape(config, recipe.model), recipe.adapters)
 
 
 def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) -> None:

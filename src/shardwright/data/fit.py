@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwright.architecture import ForeignShape, ModelShape, read_config
+from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.targets import with_adapters
 from shardwright.config.schema import Recipe
 from shardwright.data.prepare import Prepared, Progress, prepare
-from shardwright.errors import RecipeError
 
 _ANY_VOCABULARY = 1 << 20
 """Stands in for the tokenizer's size while there is no tokenizer: more ids than any has."""
@@ -44,10 +43,4 @@ def prepare_for_model(
 def _read(recipe: Recipe, config: dict[str, Any] | str, read: ReadShape) -> ModelShape:
     shape = read(config)
     shape.check_sequence_length(recipe.training.sequence_length)
-    if isinstance(shape, ForeignShape) and recipe.adapters is not None:
-        raise RecipeError(
-            f"{shape.family} runs through transformers' {shape.class_name}, and which of its matrices take an adapter is not known",
-            field="adapters",
-            remedy="Leave adapters out and fine-tune it whole, or freeze a part of it (model.freeze)",
-        )
     return with_adapters(shape, recipe.adapters)

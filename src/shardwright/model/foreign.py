@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwright.architecture import ForeignShape, ModelShape
+from shardwright.architecture import AdapterShape, ForeignShape, ModelShape
 from shardwright.errors import ArchitectureError, RecipeError
 from shardwright.model.block import Recompute
 from shardwright.model.decoder import Decoder, LossFunction, RowLoss, full_logits_loss
+from shardwright.model.linear import Linear
 from shardwright.model.routing import ExpertRules, RouterTally
 from shardwright.model.theirs import build_module
 
@@ -75,12 +76,39 @@ class ForeignDecoder(Decoder):
         for name, child in module.named_children():
             self.add_module(name, child)
         self._recompute: Recompute | None = None
+        self._adapted: list[Any] = []
+        if shape.adapters is not None:
+            self._adapt(shape.adapters)
         if not self.interferes:
             return
         for block in self.blocks:
             block.forward = self._around(block, block.forward)
         if shape.plain_head:
             module.get_submodule(shape.head).forward = _give_back
+
+    def _adapt(self, adapters: AdapterShape) -> None:
+        """Put adapters beside the matrices that have one; only they take gradients."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        for name in sorted(adapters.modules):
+            module = self.get_submodule(name)
+            assert isinstance(module, nn.Linear), name
+            with torch.device("meta"):
+                module.lora_A = Linear(module.in_features, adapters.rank, bias=False)
+                module.lora_B = Linear(adapters.rank, module.out_features, bias=False)
+            module.forward = _beside(module, adapters.scale)  # type: ignore[method-assign]
+            self._adapted.append(module)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute as the model without its adapters would, for as long as this is entered; see `Decoder.without_adapters`."""
+        for module in self._adapted:
+            module.adapter_off = True
+        try:
+            yield
+        finally:
+            for module in self._adapted:
+                module.adapter_off = False
 
     @property
     def root(self) -> nn.Module:
@@ -271,6 +299,20 @@ def _own(output: Any) -> Any:
     if isinstance(output, tuple):
         return (_own(output[0]), *output[1:])
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+
+
+def _beside(module: Any, scale: float) -> Callable[[Tensor], Tensor]:
+    """A linear module's forward pass with scale x B A beside its matrix, in whatever way the class multiplies with that."""
+    plain = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        product: Tensor = plain(x)
+        if getattr(module, "adapter_off", False):
+            return product
+        update: Tensor = module.lora_B(module.lora_A(x))
+        return product + scale * update
+
+    return forward
 
 
 def _give_back(x: Tensor) -> Tensor:

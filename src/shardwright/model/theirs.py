@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +69,7 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
     head = module.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         raise ArchitectureError("has no projection to the vocabulary", field="model_type", got=repr(family))
+    plain_head, called = _pass_through(module, head)
     width, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 0)
     shape = ForeignShape(
         family=str(family),
@@ -84,12 +85,12 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
         tied_embeddings=bool(ties),
         initializer_range=_initial_std(config),
         config=dict(content),
-        specs=_specs(module, config, blocks),
+        specs=_specs(module, config, blocks, called),
         ties=tuple(ties.items()),
         class_name=type(module).__name__,
         blocks=blocks,
         head=_name_of(module, head),
-        plain_head=_has_plain_head(module, head),
+        plain_head=plain_head,
         without_dropout=section.dropout == "off",
         code=section.path if section.trust_remote_code else None,
     )
@@ -275,32 +276,42 @@ def _name_of(module: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, part in module.named_modules() if part is wanted)
 
 
-def _has_plain_head(module: nn.Module, head: nn.Module) -> bool:
-    """Whether the logits are what the head gives, untouched: found by a pass on the meta device with a head that gives its input.
+def _pass_through(module: nn.Module, head: nn.Module) -> tuple[bool, set[str]]:
+    """A pass on the meta device with a head that gives back what it is given: whether the logits are that and nothing more, and
+    which linear modules were called.
 
-    A class that asks for values on the way cannot be passed through so; its logits are taken whole.
+    A class that asks for values on the way cannot be passed through so; nothing is known of it then.
     """
-    if type(head) is not nn.Linear:
-        return False
     seen: list[Tensor] = []
+    called: set[str] = set()
 
     def give_back(x: Tensor) -> Tensor:
         seen.append(x)
         return x
 
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_arguments: called.add(name)
+
+    linear = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    handles = [part.register_forward_pre_hook(note(name)) for name, part in linear]
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     mask = torch.zeros(
         1, 1, _PROBE_TOKENS, _PROBE_TOKENS, device="meta"
     )  # given one, most classes ask for no values to make theirs
     head.forward = give_back  # type: ignore[method-assign, assignment]
-    try:
-        for given in ({}, {"attention_mask": mask}):
-            seen.clear()
-            with torch.no_grad(), contextlib.suppress(Exception):
-                return bool(module(input_ids=ids, use_cache=False, **given).logits is seen[0])
-    finally:
-        del head.forward
-    return False
+    plain = False
+    for given in ({}, {"attention_mask": mask}):
+        seen.clear()
+        called.clear()
+        with torch.no_grad(), contextlib.suppress(Exception):
+            plain = module(input_ids=ids, use_cache=False, **given).logits is seen[0]
+            break
+    else:
+        called.clear()
+    del head.forward
+    for handle in handles:
+        handle.remove()
+    return plain and type(head) is nn.Linear, called
 
 
 def _initial_std(config: Any) -> float:
@@ -310,7 +321,7 @@ def _initial_std(config: Any) -> float:
     return 0.02
 
 
-def _specs(module: nn.Module, config: Any, blocks: str) -> tuple[ParameterSpec, ...]:
+def _specs(module: nn.Module, config: Any, blocks: str, called: Collection[str]) -> tuple[ParameterSpec, ...]:
     std, specs, seen = _initial_std(config), [], set()
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
     for prefix, part in module.named_modules():
@@ -323,6 +334,8 @@ def _specs(module: nn.Module, config: Any, blocks: str) -> tuple[ParameterSpec, 
             role: Role = "embedding" if part is embedding else "head" if part is head else "other"
             inside = name.removeprefix(f"{blocks}.") if name.startswith(f"{blocks}.") else None
             layer = None if inside is None else int(inside.split(".", 1)[0])
+            if layer is not None and prefix in called:
+                role = "projection"
             init = vectors.get(leaf) or _initial_matrix(part, std)
             specs.append(ParameterSpec(name, tuple(parameter.shape), role, layer, init))
     order = {name: place for place, (name, _) in enumerate(module.named_parameters())}

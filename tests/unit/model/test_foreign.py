@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright import placement
 from shardwright.architecture import ByClass, ForeignShape, Normal, Ones, Zeros
+from shardwright.architecture.targets import with_adapters
+from shardwright.config.adapters import AdapterSection
 from shardwright.config.model import ModelSection
-from shardwright.errors import ArchitectureError, LayoutError
+from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout
 from shardwright.model.foreign import build_decoder, take_apart
 from shardwright.model.load import WeightsFolder
@@ -69,6 +71,47 @@ def test_losses_of_packed_documents_are_those_of_each_alone(family: str, tmp_pat
         whole_BTV = decoder(ids_BT, document_ids_BT=documents_BT)
     torch.testing.assert_close(found, expected.detach(), rtol=2e-5, atol=1e-5)
     torch.testing.assert_close(whole_BTV[0, 5:9], theirs(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    theirs = saved("opt", tmp_path)
+    peft: Any = get_peft_model(theirs, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"])).eval()
+    section = AdapterSection(rank=2, alpha=4.0, targets=("q_proj", "fc1"))
+    shape = with_adapters(read_shape(tmp_path, ModelSection(path=str(tmp_path), dropout="off")), section)
+    with torch.device("meta"):
+        decoder = build_decoder(shape, loss_function=loss)
+    decoder = decoder.to_empty(device="cpu")
+    named = {name.replace(".default", "").replace("base_model.model.", ""): p for name, p in peft.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            value = named.get(name, named.get(name.replace(".weight", ".base_layer.weight")))
+            value = named[name.replace(".bias", ".base_layer.bias")] if value is None else value
+            if "lora_B" in name:
+                value.normal_()
+            parameter.copy_(value)
+    assert {name.split(".")[-2] for name, p in decoder.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    ids_BT = torch.randint(0, 61, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(ids_BT), peft(ids_BT).logits, rtol=1e-4, atol=1e-5)
+        with decoder.without_adapters(), peft.disable_adapter():
+            torch.testing.assert_close(decoder(ids_BT), peft(ids_BT).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "message"),
+    [
+        ("opt", AdapterSection(kind="dora"), "adapters.kind"),
+        ("opt", AdapterSection(dropout=0.1), "adapters.dropout"),
+        ("opt", AdapterSection(quantize="nf4"), "adapters.quantize"),
+        ("mamba", AdapterSection(targets=("dt_proj",)), "adapters.targets"),  # its class multiplies with that matrix by itself
+    ],
+    ids=str,
+)
+def test_adapters_that_a_class_cannot_have_are_refused(family: str, section: AdapterSection, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        with_adapters(read(family), section)
 
 
 def test_what_is_read_of_a_class() -> None:
