@@ -214,6 +214,7 @@ def _packing(recipe: Recipe, packing: str) -> str:
         "windows": f"windows of {length:,} tokens, cut anew in every epoch",
         "documents": f"documents packed into rows of {length:,} tokens, none seeing another",
         "none": f"a row of {length:,} tokens for each document, not packed",
+        "pairs": f"a row of {length:,} tokens for each pair: the chosen response, then the rejected one",
     }[packing]
 
 

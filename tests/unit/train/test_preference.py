@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 
+from shardwright.cli.main import run as shardwright
 from shardwright.config.load import validate_recipe
+from shardwright.data.conversation import Unusable
+from shardwright.data.formats import recognise
 from shardwright.data.loader import MicroBatch, step_micro_batches
 from shardwright.data.order import SampleOrder
-from shardwright.errors import DataError, LayoutError, RecipeError
+from shardwright.errors import DataError, ExitCode, LayoutError, RecipeError
 from shardwright.model.decoder import Decoder
 from shardwright.numerics import chunked_cross_entropy, token_losses
 from shardwright.train.preference import PreferenceObjective
@@ -160,6 +165,32 @@ def test_pairs_want_to_be_asked_for_and_to_be_there(tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.jsonl", rows)
     with pytest.raises(DataError, match="preferences are learned from pairs, and some sources hold something else"):
         check(validate_recipe(preference_recipe(tmp_path)), 1)
+
+
+def test_pairs_are_shown_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(preference_recipe(tmp_path)))
+    assert shardwright(["data", str(recipe), "--samples", "1"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "a row of 48 tokens for each pair" in shown
+    assert "preferences (chosen, rejected)" in shown
+
+
+def test_both_forms_of_turns_are_read() -> None:
+    asked = {"role": "user", "content": "2+2?"}
+    good, bad = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+    given = {"prompt": [asked], "chosen": [good], "rejected": [bad]}
+    whole = {"chosen": [asked, good], "rejected": [asked, bad]}
+    found = []
+    for row in (given, whole):
+        records = recognise([row], "auto", {}, "text", "data.sources.0")
+        assert records.kind == "preference"
+        found.append(records.read(row))
+    assert found[0] == found[1]
+    chosen = json.loads(found[0][1])["chosen"]["messages"]
+    assert chosen == [asked | {"loss_weight": 0}, good]
+    with pytest.raises(Unusable, match="the same"):
+        recognise([whole], "auto", {}, "text", "").read({"chosen": [asked, good], "rejected": [asked, good]})
 
 
 def test_pairs_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
