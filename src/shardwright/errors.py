@@ -14,6 +14,7 @@
     ├── RunFailed                   3   the run itself broke
     │   ├── NonFiniteError              too many steps in a row without a finite gradient
     │   ├── SaveFailed                  a checkpoint could not be written; the old ones are whole
+    │   ├── OutOfMemory                 a rank found no more memory; says what was predicted
     │   └── RankFailed                  a rank died or hung; names it
     └── Preempted                   4   asked to stop; state is saved
 
@@ -138,6 +139,10 @@ class NonFiniteError(RunFailed):
 
 class SaveFailed(RunFailed):
     """A checkpoint could not be written. Older checkpoints are untouched."""
+
+
+class OutOfMemory(RunFailed):
+    """A rank found no more memory."""
 
 
 class RankFailed(RunFailed):

@@ -63,7 +63,7 @@ def run(recipe: Path, tmp_path: Path) -> Run:
         environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps(faults or []), MARKS: str(marks)}
         command = [sys.executable, "-m", "tests.faults.run", str(recipe), "--run-dir", str(tmp_path / "run"), *words]
         command += ["--nproc", str(ranks)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT, check=False)
 
     return train
 
@@ -75,7 +75,7 @@ def untroubled(recipe: Path) -> Path:
     words = ["train", str(recipe), "--run-dir", str(folder), "--nproc", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardwright", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == ExitCode.DONE, done.stderr
     return folder
 
@@ -88,11 +88,27 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
     return {name: read_tensor(found, name) for name in found.manifest.tensors}
 
 
-def assert_same_end(folder: Path, other: Path) -> None:
-    """The oracle: the same bits at the end, and each sample of the surviving steps used exactly once."""
+def assert_same_end(folder: Path, other: Path, marks: Path | None = None) -> None:
+    """The oracle: the same bits at the end, and each sample of the surviving steps used exactly once.
+
+    Args:
+        marks: with the ledgers of `folder`'s ranks: what they have really used counts, not what the steps say of it.
+    """
     ours, theirs = final_state(folder), final_state(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    ledger = [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(folder))]
-    assert [seen for _, seen, _ in ledger] == [BATCH * step for step in range(1, STEPS + 1)]
-    assert ledger == [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(other))]
+    told = [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(folder))]
+    assert [seen for _, seen, _ in told] == [BATCH * step for step in range(1, STEPS + 1)]
+    assert told == [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(other))]
+    if marks is not None:
+        used = [index for step in range(1, STEPS + 1) for index in samples_of(marks, step)]
+        assert sorted(used) == list(range(BATCH * STEPS))
+
+
+def samples_of(marks: Path, step: int) -> list[int]:
+    """Positions in the order that the last attempt at a step has used, over the ranks (of the last generation) that made it."""
+    used = []
+    for ledger in sorted(marks.glob("ledger-*.jsonl")):
+        attempts = [json.loads(line) for line in ledger.read_text().splitlines()]
+        used += next((attempt["used"] for attempt in reversed(attempts) if attempt["step"] == step), [])
+    return used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardwright.cli.main import main
 from shardwright.train import start
@@ -11,10 +12,12 @@ from shardwright.train.launch import launch_ranks
 from shardwright.train.signals import StopRequest
 
 
-def launch_armed(num_ranks: int, module: str, arguments: Sequence[str], stop: StopRequest | None = None) -> None:
+def launch_armed(
+    num_ranks: int, module: str, arguments: Sequence[str], stop: StopRequest | None = None, hangs: Path | None = None
+) -> None:
     """The same ranks, armed."""
     assert module == "shardwright.train.worker"
-    launch_ranks(num_ranks, "tests.faults.worker", arguments, stop)
+    launch_ranks(num_ranks, "tests.faults.worker", arguments, stop, hangs)
 
 
 if __name__ == "__main__":

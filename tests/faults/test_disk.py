@@ -83,7 +83,7 @@ def test_a_full_disk_is_told_and_harms_nothing(recipe: Path, alone: Path, tmp_pa
     told = [event.message for event in events.of(Warned) if "No space left" in event.message]
     assert len(told) == 4  # steps 4 to 10; the last save's failure ended the run
     assert verify_checkpoint(small_disk / "checkpoints" / "step-00000002")[1] == []
-    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["latest", "step-00000002"]
+    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["generation", "latest", "step-00000002"]
 
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     train(on_disk(recipe, tmp_path, small_disk), resume=True)

@@ -1,24 +1,46 @@
-"""A rank of a run that meets faults: `shardwright.train.worker` with deaths and signals at the places that a plan names.
+"""A rank of a run that meets faults: `shardwright.train.worker` with what a plan names, from deaths to wrong numbers.
 
 The plan is a JSON list in the environment, each fault {"rank", "step", "place", "signals"}; each happens once in the life of the
-run: a mark in the folder of marks says that it has.
+run: a mark in the folder of marks says that it has. Each rank also keeps a ledger there of the samples that its steps have used.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 PLAN, MARKS = "SHARDWRIGHT_TEST_FAULTS", "SHARDWRIGHT_TEST_MARKS"
-PLACES = ("forward", "collective", "optimizer", "save", "publish", "flip")
-"""The last one flips a bit of a weight after the step; at the others signals are sent."""
+PLACES = {
+    "forward": "signals, before the forward pass of the step",
+    "collective": "signals, before an all-reduce of the step",
+    "optimizer": "signals, before the update",
+    "save": "signals, before a file of the checkpoint of this step is brought to the device",
+    "publish": "signals, after that checkpoint has its name and before `latest` names it",
+    "flip": "a bit of a weight flips after the step",
+    "poison": "a gradient is not a number",
+    "pass over": "the update is passed over, as if some gradient were not a number",
+    "spike": "the loss is a thousand times what it is",
+    "jump": "the samples of this many steps are left out from here on (`count`)",
+    "hold": "the interpreter's lock is held for as long as the process lives",
+    "sleep": "the rank sleeps, and others wait for it",
+    "skip": "the rank skips its next all-reduce",
+    "slow": "reading a step's samples takes `seconds` longer from here on",
+    "memory": "no more memory than now may be had",
+    "clock": "the wall clock jumps by a day from here on",
+}
+"""What happens at each place."""
 
 
 class Faults:
@@ -26,15 +48,20 @@ class Faults:
 
     def __init__(self) -> None:
         self.step = 0
+        self.saving = threading.local()
+        """Its `step` is that of the checkpoint which this thread is writing: in the background it is not the loop's."""
         rank = int(os.environ["RANK"])
         self.plan = [fault for fault in json.loads(os.environ[PLAN]) if fault["rank"] == rank]
+        assert {fault["place"] for fault in self.plan} <= set(PLACES)
+        self.ledger = (Path(os.environ[MARKS]) / f"ledger-{rank}.jsonl").open("a", encoding="utf-8")
 
     def due(self, place: str) -> list[dict[str, Any]]:
         """Faults that are due here, each given out once."""
         found = []
+        step = getattr(self.saving, "step", None) if place in ("save", "publish") else self.step
         for fault in self.plan:
             mark = Path(os.environ[MARKS]) / "-".join(str(fault[key]) for key in ("rank", "step", "place"))
-            if fault["place"] == place and fault["step"] == self.step and not mark.exists():
+            if fault["place"] == place and fault["step"] == step and not mark.exists():
                 mark.touch()
                 found.append(fault)
         return found
@@ -51,35 +78,114 @@ def before(owner: Any, name: str, call: Callable[..., None]) -> None:
     former = getattr(owner, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        call(*arguments)
+        call(*arguments, **options)
         return former(*arguments, **options)
 
     setattr(owner, name, wrapped)
+
+
+def instead(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Let `call(former, ...)` run in the place of a function of a module or class."""
+    former = getattr(owner, name)
+    setattr(owner, name, lambda *arguments, **options: call(former, *arguments, **options))
 
 
 def arm(faults: Faults) -> None:
     """Put the faults into the places where they happen."""
     import torch.distributed as dist
 
-    from shardwright.checkpoint import commit
+    from shardwright.checkpoint import background, commit
     from shardwright.checkpoint.disk import Disk
     from shardwright.train import loop
 
     def note(running: loop.Loop, *_: object) -> None:
         faults.step = running.state.step
+        arm_numbers(faults, running)
+        arm_hangs(faults)
 
-    def flip(running: loop.Loop, *_: object) -> None:
+    def note_save(_ranks: object, _root: object, planned: Any, **_: object) -> None:
+        faults.saving.step = planned.step
+
+    def keep_ledger(_model: object, micro_batches: Any, *, step: int, **_: object) -> None:
+        used = [int(index) for batch in micro_batches for index in batch.sample_indices_B]
+        faults.ledger.write(json.dumps({"step": step + 1, "used": used}) + "\n")
+        faults.ledger.flush()
+
+    before(loop.Loop, "_step", note)
+    before(loop, "accumulate_gradients", lambda *_, **__: faults.meet("forward"))
+    before(loop, "accumulate_gradients", keep_ledger)
+    before(dist, "all_reduce", lambda *_, **__: faults.meet("collective"))
+    before(torch.optim.AdamW, "step", lambda *_: faults.meet("optimizer"))
+    before(background, "finish_save", note_save)
+    before(Disk, "sync", lambda *_: faults.meet("save"))
+    before(commit, "move_pointer", lambda *_, **__: faults.meet("publish"))
+    arm_update(faults, loop)
+
+
+def _pause(seconds: float, *_: object) -> None:
+    time.sleep(seconds)
+
+
+def arm_numbers(faults: Faults, running: Any) -> None:
+    """Faults that change what this step reads."""
+    for fault in faults.due("jump"):
+        running.state.steps_left_out += fault["count"]
+
+
+def arm_update(faults: Faults, loop: Any) -> None:
+    """Faults between the backward pass and the update, and after it."""
+    from shardwright.train.step import StepLoss, StepUpdate
+
+    def flip(running: Any, *_: object) -> None:
         if faults.due("flip"):
             parameter = next(iter(dict(running.state.model.named_parameters()).values()))
             parameter.data.view(torch.int32).view(-1)[3] ^= 1 << 20
 
-    before(loop.Loop, "_step", note)
+    def update(former: Callable[..., Any], model: Any, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        if faults.due("poison"):
+            gradients = [gradient for gradient, _ in model.gradients() if gradient is not None]
+            gradients[0].view(-1)[0] = float("nan")
+        if faults.due("pass over"):
+            optimizer.zero_grad(set_to_none=True)
+            return StepUpdate(float("nan"), skipped=True)
+        return former(model, optimizer, **options)
+
+    def accumulate(former: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        loss = former(*arguments, **options)
+        if faults.due("spike"):
+            return StepLoss(loss.loss_sum * 1000, loss.supervised_tokens, loss.routers)
+        return loss
+
     before(loop.Loop, "_check_replicas", flip)
-    before(loop, "accumulate_gradients", lambda *_: faults.meet("forward"))
-    before(dist, "all_reduce", lambda *_: faults.meet("collective"))
-    before(torch.optim.AdamW, "step", lambda *_: faults.meet("optimizer"))
-    before(Disk, "sync", lambda *_: faults.meet("save"))
-    before(commit, "move_pointer", lambda *_: faults.meet("publish"))
+    instead(loop, "update", update)
+    instead(loop, "accumulate_gradients", accumulate)
+
+
+def arm_hangs(faults: Faults) -> None:
+    """Faults that stop this rank, or slow it down."""
+    import torch.distributed as dist
+
+    from shardwright.train import loop
+
+    if faults.due("hold"):
+        ctypes.PyDLL(None).sleep(3600)  # PyDLL: unlike CDLL it keeps the lock
+    if faults.due("sleep"):
+        time.sleep(3600)
+    if faults.due("skip"):
+        former = dist.all_reduce
+
+        def skip(*_: object, **__: object) -> None:
+            dist.all_reduce = former
+
+        dist.all_reduce = skip
+    for fault in faults.due("slow"):
+        before(loop, "step_micro_batches", partial(_pause, fault["seconds"]))
+    if faults.due("memory"):
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    if faults.due("clock"):
+        now = time.time
+        time.time = lambda: now() + 86400.0
 
 
 if __name__ == "__main__":

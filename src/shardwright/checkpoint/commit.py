@@ -5,6 +5,7 @@
     root/step-00000100         the folder is renamed: it is whole from the instant it has this name
     root/latest                a file that names the folder, replaced by rename: from here on it is the one to resume from
     root/best                  the same for the best one
+    root/generation            which start of the run may write here: see `checkpoint.fence`
 
 Where nothing can be renamed (object stores) the files are written under the checkpoint's own name, and it is whole from the instant
 its manifest is there; a folder without one is a save that did not end.
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 BEST = "best"
+GENERATION = "generation"
+"""Whose turn it is to write here: see `checkpoint.fence`."""
 _STEP_NAME = re.compile(r"step-(\d{8,15})(?:\.([1-9]\d{0,5}))?")
 _SAVING, _REMOVING, _POINTER = ".saving-", ".removing-", ".pointer-"
 
@@ -72,7 +75,7 @@ def has_saved(root: Place) -> bool:
         return False
     if not disk_of(root).renames:
         return bool(step_folders(root))
-    return any(not path.name.startswith((_SAVING, _REMOVING, _POINTER)) for path in root.iterdir())
+    return any(not path.name.startswith((_SAVING, _REMOVING, _POINTER, GENERATION)) for path in root.iterdir())
 
 
 def read_pointer(root: Place, pointer: str) -> StepFolder | None:

@@ -17,7 +17,7 @@ from shardwright.config.model import ModelSection, MoeSection, TokenizerSection
 from shardwright.config.preference import PreferenceSection
 from shardwright.config.section import NonNegative, Section
 from shardwright.config.training import EvaluationSection, OptimizerSection, Precision, PrecisionSection, TrainingSection
-from shardwright.config.upkeep import CheckpointSection, ElasticSection, RunSection
+from shardwright.config.upkeep import CheckpointSection, ElasticSection, RunSection, WatchdogSection
 
 RecomputeKind = Literal["none", "selective", "full"]
 
@@ -48,6 +48,7 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
+    watchdog: WatchdogSection = WatchdogSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwright.checkpoint.commit import LATEST, read_pointer
 from shardwright.config import Recipe
-from shardwright.errors import InputError, NonFiniteError, RunFailed, SaveFailed
+from shardwright.errors import InputError, NonFiniteError, OutOfMemory, RunFailed, SaveFailed
 from shardwright.plan import resolve
 from shardwright.train.folder import RunFolder
 from shardwright.train.signals import StopRequest
@@ -46,7 +46,9 @@ def run_generations(recipe: Recipe, world_size: int, launch: Callable[[Generatio
             if isinstance(error, NonFiniteError | SaveFailed) or stop or generation.number >= recipe.elastic.max_restarts:
                 raise
             came_on = read_pointer(folder.checkpoints, LATEST) != saved_before
-            size = generation.world_size if came_on else smaller_world(recipe, generation.world_size) or generation.world_size
+            # Where memory ran out, fewer ranks would each have to hold more.
+            stays = came_on or isinstance(error, OutOfMemory)
+            size = generation.world_size if stays else smaller_world(recipe, generation.world_size) or generation.world_size
             reason = str(error).partition("\n")[0]
             generation = Generation(generation.number + 1, size, reason)
 

@@ -4,6 +4,7 @@
       plan.json      how it is cut over the ranks           log.txt        the same for people
       config.json    the model, as Hugging Face has it      checkpoints/   step-00000100, ..., latest, best
       tokenizer/     the tokenizer                          samples/       generated text
+      hangs/         who was missing from what, with everybody's stacks, where it hung
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ class RunFolder:
     def log(self) -> Path:
         """Plain lines for people."""
         return self.path / "log.txt"
+
+    @property
+    def hangs(self) -> Path:
+        """What was written when the run hung: who was missing from what, and everybody's stacks."""
+        return self.path / "hangs"
 
     @property
     def checkpoints(self) -> Place:

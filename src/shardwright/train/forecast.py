@@ -10,8 +10,12 @@ from shardwright.config import Recipe
 from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.automatic import cluster_of
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.facts import facts_of
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.pipeline import pipeline_of
 from shardwright.planner.predict import predict
-from shardwright.planner.prediction import Prediction
+from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.question import template_of
 from shardwright.train.preflight import Checked
 from shardwright.units import format_bytes, format_seconds
@@ -33,6 +37,13 @@ def forecast(checked: Checked) -> Prediction | None:
         return None
     cluster = cluster_of(recipe.cluster, plan.layout.world_size)
     return predict(checked.shape, _candidate(recipe, checked), cluster, load_efficiencies().of(cluster.accelerator))
+
+
+def forecast_memory(checked: Checked) -> MemoryParts:
+    """Bytes on the fullest rank, whatever the device: no cluster is needed for what tensors take."""
+    facts, candidate, plan = facts_of(checked.shape), _candidate(checked.recipe, checked), checked.plan
+    pipeline = pipeline_of(facts, plan.layout, plan.batch.gradient_accumulation_steps, plan.batch.sequence_length)
+    return max((predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.loads), key=lambda parts: parts.live)
 
 
 def _candidate(recipe: Recipe, checked: Checked) -> Candidate:

@@ -13,16 +13,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from shardwright.errors import ExitCode, Preempted
-from shardwright.train.outcome import CONTROL_VARIABLE, STOP_NOTE, cause, read_outcomes
+from shardwright.errors import ExitCode, Preempted, RankFailed
+from shardwright.train.diagnosis import find_skip
+from shardwright.train.outcome import CONTROL_VARIABLE, STOP_NOTE, cause, read_outcomes, with_skip
 from shardwright.train.signals import STOP_SIGNALS, StopRequest
+from shardwright.train.watchdog import Watcher, read_pulses
 
 
-def launch_ranks(num_ranks: int, module: str, arguments: Sequence[str], stop: StopRequest | None = None) -> None:
+def launch_ranks(
+    num_ranks: int, module: str, arguments: Sequence[str], stop: StopRequest | None = None, hangs: Path | None = None
+) -> None:
     """Run `python -m module arguments...` as `num_ranks` ranks on this machine; returns when all have ended well.
 
     Rank 0 shares this terminal; the output of the others goes to files, and their errors come back with their rank. `stop` is told
-    of stop signals, which are passed on to the ranks.
+    of stop signals, which are passed on to the ranks. A rank that hangs is found by its pulse and killed; `hangs` is the folder for
+    what is written of it then.
 
     Raises:
         ShardwrightError: the one cause, where a rank failed.
@@ -53,15 +58,18 @@ def launch_ranks(num_ranks: int, module: str, arguments: Sequence[str], stop: St
         )
         statuses: dict[int, int] = {}
         ended_at: dict[int, float] = {}
-        with _environment(num_ranks, control), _passing_signals_on(control, stop):
+        watcher = Watcher(control, hangs or control)
+        with _environment(num_ranks, control), _passing_signals_on(control, stop), watcher:
             try:
                 elastic_launch(config, sys.executable)("-m", module, *arguments)
             except ChildFailedError as error:
                 statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
                 ended_at = {rank: failure.timestamp for rank, failure in error.failures.items()}
         outcomes = read_outcomes(control)
+        if watcher.verdict is not None:
+            raise RankFailed(f"{watcher.verdict.message}. All ranks have stopped; --resume goes on from the last checkpoint")
         if statuses:
-            raise cause(outcomes, statuses, ended_at)
+            raise with_skip(cause(outcomes, statuses, ended_at), find_skip(read_pulses(control)))
         if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
             raise Preempted(outcomes[0].message)
 

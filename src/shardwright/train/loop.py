@@ -25,10 +25,13 @@ from shardwright.train.meeting import Meeting
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
 from shardwright.train.replicas import differing_replicas
+from shardwright.train.rollback import SpikeWatch
 from shardwright.train.saving import Saver
 from shardwright.train.setup import TrainState
 from shardwright.train.signals import StopRequest
 from shardwright.train.step import StepTimes, accumulate_gradients, update
+from shardwright.train.stragglers import watch_for_slow_ranks
+from shardwright.train.watchdog import Vigil
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Loop:
     meeting: Meeting
     saver: Saver
     stop: StopRequest
+    vigil: Vigil
 
     def __post_init__(self) -> None:
         plan, data = self.checked.plan, self.checked.data
@@ -70,6 +74,8 @@ class Loop:
         self.times = StepTimes(self.device)
         predicted = forecast(self.checked)
         self.comparison = None if predicted is None else Comparison(predicted)
+        self.slow = watch_for_slow_ranks(self.checked.recipe.watchdog, RankGrid(plan.layout), self.ranks.world_size)
+        self.spikes = SpikeWatch(self.checked.recipe.elastic.rollback)
         self.watch = LoadWatch(self.checked.shape.experts.experts_per_token if self.checked.shape.experts else 1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # the measurement above is no part of the run's peak
@@ -91,15 +97,19 @@ class Loop:
             if found[1] and recipe.checkpoint.keep_best:
                 self.saver.save(best=True)
         while state.step < total_steps:
+            self.vigil.begin("step", state.step)
             done = self._step()
             state.step += 1
             minutes = self.meeting.hold(stop=bool(self.stop))
             self.saver.poll()
             self._tell_step(done, minutes.memory_bytes)
+            if self.slow is not None and (named := self.slow.observe(minutes.own_seconds)) and self.ranks.speaks:
+                self.speaker.write("warning", step=state.step, message=named)
             if self.comparison is not None:
                 # A CPU's resident memory is not the tensors', which are what is predicted.
                 self.comparison.add(done.step_seconds, minutes.memory_bytes if self.device.type == "cuda" else ())
-            self._count_skips(done)
+            if self._went_back(done):
+                continue
             at_end, stop = state.step == total_steps, minutes.stop
             improved, last_loss = False, done.loss
             state.evaluation_due = validates and (at_end or _due(state.step, recipe.evaluation.every_steps))
@@ -111,6 +121,7 @@ class Loop:
             saves = at_end or stop or best_due or _due(state.step, recipe.checkpoint.every_steps)
             self._check_replicas(saves)
             if saves:
+                self.vigil.begin("save", state.step)
                 self.saver.save(best=improved, last=at_end or stop)
             if stop and not at_end:
                 reason = self.stop.name or "a signal to another rank"
@@ -133,7 +144,7 @@ class Loop:
         checked, state = self.checked, self.state
         recipe, batch = checked.recipe, checked.plan.batch
         began = time.perf_counter()
-        micro_batches = step_micro_batches(checked.data.train, self.order, batch, state.step, self.data_rank)
+        micro_batches = step_micro_batches(checked.data.train, self.order, batch, state.step + state.steps_left_out, self.data_rank)
         data_seconds = time.perf_counter() - began
         learning_rate = learning_rate_at(state.step, recipe.training, checked.total_steps, batch.global_batch_size)
         loss = accumulate_gradients(
@@ -161,21 +172,46 @@ class Loop:
             mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, data_seconds, step_seconds, parts, experts
         )
 
-    def _count_skips(self, done: StepDone) -> None:
-        """Keep count of skipped steps in a row; every rank comes to the same count and the same decision."""
+    def _went_back(self, done: StepDone) -> bool:
+        """Whether this step was one to go back from, and there was somewhere to go; every rank comes to the same answer."""
+        reason = self._count_skips(done) or self.spikes.observe(done.loss, skipped=done.skipped)
+        if reason is None:
+            return False
+        section, step = self.checked.recipe.elastic.rollback, self.state.step
+        assert section is not None
+        self.vigil.begin("save", step)
+        if self.spikes.may_go_back and self.saver.go_back(reason, at_least_steps_before=section.at_least_steps_before):
+            self.spikes.went_back()
+            return True
+        why = "there is no checkpoint to go back to" if self.spikes.may_go_back else f"{section.max_rollbacks} rollbacks were made"
+        if self.ranks.speaks:
+            self.speaker.write("warning", step=step, message=f"{reason}; {why}: training goes on")
+        return False
+
+    def _count_skips(self, done: StepDone) -> str | None:
+        """Keep count of skipped steps in a row; every rank comes to the same count and the same decision.
+
+        Returns why to go back, where there were too many and the recipe goes back.
+
+        Raises:
+            NonFiniteError: there were too many, and it does not, or not again.
+        """
         state, limit = self.state, self.checked.recipe.training.max_skipped_steps
         if not done.skipped:
             state.skipped_in_a_row = 0
-            return
+            return None
         state.skipped_in_a_row += 1
         scale = None if state.scaler is None else state.scaler.scale
         reason = f"gradient norm is {done.gradient_norm:g}"
         self.speaker.write("skipped_step", step=state.step, reason=reason, in_a_row=state.skipped_in_a_row, loss_scale=scale)
-        if state.skipped_in_a_row > limit:
-            raise NonFiniteError(
-                f"{state.skipped_in_a_row} steps in a row up to step {state.step} had a gradient that is not finite "
-                f"(training.max_skipped_steps is {limit}); lower training.learning_rate or go back to a checkpoint"
-            )
+        if state.skipped_in_a_row <= limit:
+            return None
+        told = f"{state.skipped_in_a_row} steps in a row up to step {state.step} had a gradient that is not finite"
+        if self.spikes.may_go_back:
+            return told
+        raise NonFiniteError(
+            f"{told} (training.max_skipped_steps is {limit}); lower training.learning_rate or go back to a checkpoint"
+        )
 
     def _tell_step(self, done: StepDone, memory_bytes: tuple[int, ...]) -> None:
         plan, step = self.checked.plan, self.state.step
@@ -194,7 +230,7 @@ class Loop:
             learning_rate=done.learning_rate,
             tokens=plan.batch.global_batch_tokens,
             supervised_tokens=done.supervised_tokens,
-            samples_seen=step * plan.batch.global_batch_size,
+            samples_seen=(step + self.state.steps_left_out) * plan.batch.global_batch_size,
             step_seconds=done.step_seconds,
             tokens_per_second=throughput.tokens_per_second,
             model_flops_per_second=throughput.model_flops_per_second,
@@ -230,6 +266,7 @@ class Loop:
         state = self.state
 
         def asked_to_stop() -> bool:
+            self.vigil.begin("evaluate", state.step)
             return not last and self.meeting.any(bool(self.stop))
 
         found = evaluate(self.checked, state.model, self.data_rank, asked_to_stop)

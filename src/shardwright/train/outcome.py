@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardwright import errors
 from shardwright.errors import ExitCode, InputError, RankFailed, RunFailed, ShardwrightError
+from shardwright.train.diagnosis import Verdict
 
 CONTROL_VARIABLE = "SHARDWRIGHT_CONTROL_DIR"
 """Names the folder in which launcher and ranks leave notes for each other."""
@@ -131,6 +132,13 @@ def cause(
         return RunFailed(f"rank {first.rank}: {first.kind}: {first.message}\n{first.trace}")
     ranks = ", ".join(f"rank {rank} (status {status})" for rank, status in exit_statuses.items())
     return RankFailed(f"{ranks or 'a rank'} ended without a word; see the output above")
+
+
+def with_skip(error: ShardwrightError, skip: Verdict | None) -> ShardwrightError:
+    """The error, or what was behind it: a rank that passed over a collective makes the others fail in words that name neither."""
+    if skip is None or isinstance(error, InputError):
+        return error
+    return RankFailed(f"{skip.message}. What came of it: {error}")
 
 
 def is_lost_peer(message: str) -> bool:

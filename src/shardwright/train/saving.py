@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.checkpoint.background import BackgroundSaver
-from shardwright.checkpoint.commit import Keep
+from shardwright.checkpoint.commit import Keep, step_folders
 from shardwright.checkpoint.drift import Difference, differences, split_allowed
-from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, read_values
+from shardwright.checkpoint.exchange import Ranks
+from shardwright.checkpoint.fence import SHUT_OUT, Fence, FencedDisk
+from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, open_checkpoint, read_values
 from shardwright.checkpoint.pieces import Part
+from shardwright.checkpoint.place import Place
+from shardwright.checkpoint.remote import disk_of
 from shardwright.checkpoint.save import SavedCheckpoint
 from shardwright.errors import CheckpointError, SaveFailed
 from shardwright.optim.cut import Moment
@@ -99,9 +103,12 @@ class Saver:
     speaks: bool = True
     drift: list[dict[str, Any]] = field(default_factory=list)
     """What was allowed to change, at which step; carried on from checkpoint to checkpoint."""
+    fence: Fence | None = None
+    """This generation's claim, on the rank that changes names; a save after another's claim ends the run."""
 
     def __post_init__(self) -> None:
-        self._background = BackgroundSaver(timeout_seconds=self.checked.recipe.checkpoint.timeout_seconds)
+        disk = None if self.fence is None else FencedDisk(disk_of(self.folder.checkpoints), self.fence)
+        self._background = BackgroundSaver(timeout_seconds=self.checked.recipe.checkpoint.timeout_seconds, disk=disk)
         self._stall_seconds = 0.0
 
     def tensors(self) -> dict[str, Part]:
@@ -132,7 +139,8 @@ class Saver:
         state = self.state
         return {
             "step": state.step,
-            "samples_seen": state.step * self.checked.plan.batch.global_batch_size,
+            "samples_seen": (state.step + state.steps_left_out) * self.checked.plan.batch.global_batch_size,
+            "steps_left_out": state.steps_left_out,
             "skipped_in_a_row": state.skipped_in_a_row,
             "best_loss": state.best_loss if math.isfinite(state.best_loss) else None,
             "loss_scaler": None if state.scaler is None else state.scaler.state_dict(),
@@ -150,7 +158,8 @@ class Saver:
         checkpoints are whole, and training goes on.
 
         Raises:
-            SaveFailed: the last save failed, on every rank: what was trained since the checkpoint before ends with this process.
+            SaveFailed: the last save failed, on every rank: what was trained since the checkpoint before ends with this process. Or
+                another generation has taken over, whose run this is from then on.
         """
         began = time.perf_counter()
         section, step = self.checked.recipe.checkpoint, self.state.step
@@ -170,7 +179,7 @@ class Saver:
                 best=best and section.keep_best,
             )
         except SaveFailed as error:
-            if last:
+            if last or SHUT_OUT in str(error):
                 raise
             self._warn(str(error))
             return
@@ -196,6 +205,8 @@ class Saver:
         try:
             saved = self._background.wait()
         except SaveFailed as error:
+            if SHUT_OUT in str(error):
+                raise
             self._warn(str(error))
         else:
             if saved is not None:
@@ -222,6 +233,7 @@ class Saver:
         state = self.state
         state.step = int(values["step"])
         state.skipped_in_a_row = int(values["skipped_in_a_row"])
+        state.steps_left_out = int(values.get("steps_left_out", 0))  # older checkpoints left nothing out
         state.evaluation_due = bool(values["evaluation_due"])
         state.best_loss = math.inf if values["best_loss"] is None else float(values["best_loss"])
         load_optimizer_values(state.optimizer, values["optimizer"], trainable=state.model.trainable)
@@ -234,3 +246,37 @@ class Saver:
             self._warn(f"fell back from {found.refused[0].path.name} to {found.path.name}: {lost}")
         if start.allowed:
             self._warn(f"allowed to differ from the run that saved: {'; '.join(map(str, start.allowed))}")
+
+    def go_back(self, reason: str, *, at_least_steps_before: int) -> bool:
+        """Restore the newest whole checkpoint so many steps back, and pass over the data read since; False without one."""
+        self._settle()
+        state, batch_size = self.state, self.checked.plan.batch.global_batch_size
+        found = newest_before(self.folder.checkpoints, state.step - at_least_steps_before)
+        if found is None:
+            return False
+        from_step, read_until = state.step, state.step + state.steps_left_out
+        self.restore(ResumeFrom(found, read_values(found)))
+        first = state.step + state.steps_left_out
+        state.steps_left_out = read_until - state.step
+        self.speaker.write(
+            "rolled_back",
+            step=state.step,
+            reason=reason,
+            from_step=from_step,
+            path=str(found.path),
+            first_sample=first * batch_size,
+            num_samples=(read_until - first) * batch_size,
+        )
+        return True
+
+
+def newest_before(root: Place, step: int) -> WholeCheckpoint | None:
+    """The newest whole checkpoint of at most `step`; every rank calls this and gets the same."""
+    ranks = Ranks()
+    folders = step_folders(root) if ranks.is_first else []
+    for name in ranks.from_first([folder.path.name for folder in reversed(folders) if folder.step <= step]):
+        try:
+            return open_checkpoint(root / name)
+        except CheckpointError as error:  # the same on every rank
+            logger.warning("%s", error)
+    return None

@@ -32,6 +32,7 @@ from shardwright.parallel.apply import Fill, apply_layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.zeros import keep_zeros
+from shardwright.train.claim import claimed_store
 from shardwright.train.outcome import first_line
 from shardwright.train.preflight import Checked
 from shardwright.train.preference import PreferenceObjective, wants_frozen_reference
@@ -51,6 +52,8 @@ class TrainState:
     step: int = 0
     skipped_in_a_row: int = 0
     best_loss: float = field(default=float("inf"))
+    steps_left_out: int = 0
+    """Steps' worth of data that rollbacks have passed over: step s reads what step s + steps_left_out would."""
     objective: Objective = TOKENS
     """What is learned."""
     evaluation_due: bool = False
@@ -88,13 +91,15 @@ def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: fl
     """Join the process group; a process by itself has none.
 
     Raises:
-        InputError: the port where the ranks should meet is taken.
+        InputError: the port where the ranks should meet is taken, or this rank is.
         RankFailed: the others did not come.
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        init_process_group(device.type, timeout=timedelta(seconds=timeout_seconds))
+        store = claimed_store(ranks, timeout)
+        init_process_group(device.type, timeout=timeout, store=store, rank=ranks.rank, world_size=ranks.world_size)
     except dist.DistError as error:
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if "EADDRINUSE" in str(error):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.checkpoint.fence import Fence, claim
 from shardwright.config import Recipe, dump_recipe
 from shardwright.data.prepare import Progress
 from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
@@ -27,12 +28,15 @@ from shardwright.train.launch import launch_ranks
 from shardwright.train.logs import logging_to
 from shardwright.train.loop import Loop
 from shardwright.train.meeting import Meeting
-from shardwright.train.outcome import first_line, is_lost_peer
+from shardwright.train.memory import telling_of_memory
+from shardwright.train.outcome import control_folder, first_line, is_lost_peer
 from shardwright.train.preflight import Checked, check
 from shardwright.train.ranks import RankEnvironment, find_ranks, was_restarted
+from shardwright.train.recorder import recording
 from shardwright.train.saving import ResumeFrom, Saver, changes_since, find_start
 from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks, wants_cuda
 from shardwright.train.signals import StopRequest, listening_for_stop
+from shardwright.train.watchdog import Pace, Vigil, watched
 
 Watching = Callable[[], AbstractContextManager[Progress | None]]
 """Opens what shows the reading and tokenising of data while it lasts."""
@@ -88,7 +92,7 @@ def train(
                 if generation.number:
                     of = f"restart {generation.number} of at most {recipe.elastic.max_restarts}"
                     words += ["--restart", f"{of}, {generation.world_size} ranks: {generation.after}"]
-                launch_ranks(generation.world_size, "shardwright.train.worker", words, stop)
+                launch_ranks(generation.world_size, "shardwright.train.worker", words, stop, folder.hangs)
 
             with listening_for_stop() as stop:
                 run_generations(recipe, world_size, launch, stop)
@@ -119,7 +123,11 @@ def train_rank(
     """One rank, from joining the others to the last step."""
     began = time.perf_counter()
     device = choose_device(recipe, ranks)
-    with _joined(ranks, device, recipe.run.timeout_seconds):
+    pace = Pace(recipe.watchdog, _time_outs(recipe))
+    watch = watched(
+        pace, ranks.rank, ranks.world_size, folder=control_folder(), reports=RunFolder.of(recipe).hangs, record=recording
+    )
+    with watch as vigil, _joined(ranks, device, recipe.run.timeout_seconds):
         with watching() if ranks.speaks else nullcontext() as progress:
             checked = check(recipe, ranks.world_size, progress=progress)
         folder = RunFolder.of(recipe)
@@ -127,8 +135,10 @@ def train_rank(
         # A node that came back under torchrun does not know of a restart that the others know of.
         resume = meeting.any(resume)
         start, begun = find_start(checked, folder, allow_drift) if resume else None, folder.begun
+        fence = None
         if ranks.speaks:
             write_folder(checked, folder)
+            fence = _claim(folder)
         meeting.wait()
         with (
             open_speaker(
@@ -140,7 +150,8 @@ def train_rank(
                 speaker.write("warning", message=restart)
             if begun and resume and start is None and ranks.speaks:
                 speaker.write("warning", message="the run ended before its first checkpoint: it begins again at step 0")
-            _train(checked, ranks, device, speaker, meeting, folder, stop, start=start, began=began)
+            with telling_of_memory(checked, ranks.rank, device):
+                _train(checked, ranks, device, speaker, meeting, folder, stop, vigil, start=start, began=began, fence=fence)
 
 
 def _train(
@@ -151,13 +162,15 @@ def _train(
     meeting: Meeting,
     folder: RunFolder,
     stop: StopRequest,
+    vigil: Vigil,
     *,
     start: ResumeFrom | None,
     began: float,
+    fence: Fence | None,
 ) -> None:
     state = build_state(checked, device, meeting.any)
-    saver = Saver(checked, state, speaker, folder, ranks.speaks)
-    loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop)
+    saver = Saver(checked, state, speaker, folder, ranks.speaks, fence=fence)
+    loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop, vigil)
     _tell_start(loop)
     if start is not None:
         saver.restore(start)
@@ -175,6 +188,7 @@ def _train(
 
     try:
         final_loss = loop.run()
+        vigil.begin("save", state.step)
         saver.close()
     except Preempted:
         saver.close()
@@ -187,6 +201,25 @@ def _train(
             speaker.write("failed", step=state.step, message=f"{type(error).__name__}: {error}", rank=ranks.rank)
         raise
     tell_end("completed", final_loss)
+
+
+def _claim(folder: RunFolder) -> Fence:
+    """Shut out whatever may be left of an earlier generation.
+
+    Raises:
+        InputError: checkpoints cannot be written there.
+    """
+    try:
+        return claim(folder.checkpoints)
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror or error}", field="checkpoint.dir", got=str(folder.checkpoints)
+        ) from error
+
+
+def _time_outs(recipe: Recipe) -> dict[str, float]:
+    """How long collectives wait in each phase, in seconds."""
+    return {"save": recipe.checkpoint.timeout_seconds} | dict.fromkeys(("step", "evaluate"), recipe.run.timeout_seconds)
 
 
 @contextmanager

@@ -7,13 +7,11 @@ import json
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwright.checkpoint.background import BackgroundSaver
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.place import place_of
 from shardwright.config import Recipe
@@ -138,7 +136,7 @@ class NoRoom(Disk):
 def test_a_save_that_fails_is_told_and_training_goes_on_unless_it_is_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    monkeypatch.setattr(saving, "BackgroundSaver", partial(BackgroundSaver, disk=NoRoom()))
+    monkeypatch.setattr(saving, "disk_of", lambda _place: NoRoom())
     recipe = recipe_in(tmp_path, max_steps=3)
     section = recipe.checkpoint.model_copy(update={"every_steps": 1, "asynchronous": asynchronous, "keep_best": False})
     recipe = recipe.model_copy(update={"checkpoint": section})
@@ -177,3 +175,11 @@ def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
     train(longer, resume=True)
     assert [event.step for event in surviving(read_events(tmp_path / "run")) if isinstance(event, Step)] == [1, 2, 3]
     assert open_source(tmp_path / "run").step == 3
+
+
+def test_a_reduction_dtype_that_nothing_reduces_in_is_told(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, max_steps=1)
+    train(recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"reduce_dtype": "bf16"})}))
+    told = (tmp_path / "run" / "log.txt").read_text()
+    assert told.count("precision.reduce_dtype has no effect under") == 1
+    assert "in float32" in told

@@ -1,0 +1,123 @@
+"""Every collective that this process enters is noted in its pulse, and since when it waits for the others.
+
+What is wrapped are torch's process groups themselves, the one place through which FSDP2's, DDP's and our own collectives all go:
+a wrapper around our functions would not see theirs, and torch's flight recorder can be read only by the rank that wrote it, which
+is of no use where that rank is stopped. A call costs some microseconds (docs/decisions/0045-watchdog.md has the measurement).
+Where C++ waits by itself (DDP's buckets at the end of the backward pass, streams on CUDA) the collective has been noted, the wait
+is not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.train.pulse import OPERATIONS, PIPE_STEM, Channel, Pulse, channel_of
+
+_METHODS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "barrier": "barrier",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+}
+"""Methods of torch's ProcessGroup, as far as this torch has them, and what they do."""
+
+_UNEVEN = ("all_to_all", "barrier", "gather", "scatter")
+"""Operations whose ranks may name different numbers of elements."""
+
+
+def ask_nccl_to_record(pulse: Pulse, hangs: Path) -> None:
+    """Let NCCL keep its own record, which knows what has started on the device; before its groups are made, by the environment.
+
+    It is written to `hangs` when a collective times out, and when the watchdog writes to the pipe beside the pulse
+    (`watchdog.Watcher`). What the user has set already stays. Torch 2.9 renamed two of the variables and reads both names.
+    """
+    stem = str(hangs / "nccl-rank-")
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
+        ("TORCH_FR_DUMP_TEMP_FILE", stem),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(pulse.folder / PIPE_STEM)),
+    ):
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def recording(pulse: Pulse, hangs: Path) -> Iterator[None]:
+    """While the block runs, collectives of this process are noted in `pulse`; NCCL notes them, too, for `hangs`."""
+    if torch.cuda.is_available():
+        ask_nccl_to_record(pulse, hangs)
+    # From the class's own dict: what getattr gives is no longer bound when it is put back.
+    former = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
+    former_wait, wait_for = vars(dist.Work)["wait"], dist.Work.wait
+    channels: dict[tuple[str, int, int], Channel] = {}
+    for name in former:
+        setattr(dist.ProcessGroup, name, _noted(pulse, channels, _METHODS[name], getattr(dist.ProcessGroup, name)))
+
+    def wait(work: dist.Work, *arguments: Any, **options: Any) -> Any:
+        pulse.wait(waits=True)
+        result = wait_for(work, *arguments, **options)
+        pulse.wait(waits=False)  # not after an error: what it waited for in vain is what others want to know
+        return result
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = former_wait  # type: ignore[method-assign]
+        for name, method in former.items():
+            setattr(dist.ProcessGroup, name, method)
+
+
+def _noted(
+    pulse: Pulse, channels: dict[tuple[str, int, int], Channel], operation: str, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    number, even = OPERATIONS.index(operation), operation not in _UNEVEN
+    paired = operation in ("send", "recv")
+
+    def enter(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
+        there = int(arguments[1]) if paired else -1
+        sender, receiver = (group.rank(), there) if operation == "send" else (there, group.rank())
+        key = (group.group_name, sender, receiver) if paired else (group.group_name, -1, -1)
+        channel = channels.get(key)
+        if channel is None:
+            ranks = dist.get_process_group_ranks(group)
+            channel = channel_of(group.group_name, ranks, pair=(ranks[sender], ranks[receiver]) if paired else None)
+            channels[key] = channel
+        pulse.enter(channel, number, _elements(arguments) if even else 0)
+        return method(group, *arguments, **options)
+
+    return enter
+
+
+def _elements(arguments: Sequence[Any]) -> int:
+    """Elements of the first tensor that a collective was given."""
+    first: Any = arguments[0] if arguments else None
+    while isinstance(first, list | tuple):
+        if not first:
+            return 0
+        first = first[0]
+    return first.numel() if isinstance(first, torch.Tensor) else 0

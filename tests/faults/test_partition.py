@@ -1,0 +1,147 @@
+"""Fault 11: machines that lose sight of each other, and a generation that comes back after another has taken its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.checkpoint.fence import SHUT_OUT, FencedDisk, claim
+from shardwright.checkpoint.load import newest_checkpoint
+from shardwright.checkpoint.place import place_of
+from shardwright.checkpoint.remote import disk_of
+from shardwright.checkpoint.save import save_checkpoint
+from shardwright.errors import ExitCode, SaveFailed
+from shardwright.telemetry.events import Step, read_events
+from tests.faults.conftest import ROOT, STEPS, assert_same_end, final_state
+from tests.faults.test_limits import free_port
+
+SLOW_STEPS = """
+import fcntl, sys, time
+fcntl.flock = lambda *_: None  # as on a network file system: nobody knows of the other
+pause = float(sys.argv.pop(1))
+from shardwright.train import loop
+step = loop.Loop._step
+def slow(self):
+    time.sleep(pause)
+    return step(self)
+loop.Loop._step = slow
+from shardwright.cli.main import main
+main(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("place", ["folder", "memory://fence"])
+def test_a_save_of_an_earlier_generation_publishes_nothing(tmp_path: Path, place: str) -> None:
+    root = place_of(str(tmp_path / place) if place == "folder" else f"{place}/{tmp_path.name}")
+    tensors, disk = {"weight": torch.arange(4.0)}, disk_of(root)
+    first = claim(root)
+    save_checkpoint(root, 1, tensors, {}, disk=FencedDisk(disk, first))
+    second = claim(root)
+    assert (first.number, second.number) == (1, 2)
+    with pytest.raises(SaveFailed, match=SHUT_OUT):
+        save_checkpoint(root, 2, tensors, {}, disk=FencedDisk(disk, first))
+    save_checkpoint(root, 3, tensors, {}, disk=FencedDisk(disk, second))
+    found = newest_checkpoint(root)
+    assert found is not None
+    assert found.step == 3
+    assert sorted(path.name for path in root.iterdir()) == ["generation", "latest", "step-00000001", "step-00000003"]
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not ((run / "events.jsonl").exists() and len(read_events(run).of(Step)) >= steps):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_a_generation_that_comes_back_is_shut_out(recipe: Path, tmp_path: Path) -> None:
+    """Stopped, taken for dead, replaced; when it goes on, it ends at its next save, and what the later one saved stays."""
+    run, environment = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(pause: float, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SLOW_STEPS, str(pause), str(recipe), "--run-dir", str(run), *words]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    old = start(0.3)
+    wait_for_steps(old, run, 5)
+    old.send_signal(signal.SIGSTOP)
+    new = start(0.0, "--resume")
+    _, told = new.communicate(timeout=200)
+    assert new.returncode == ExitCode.DONE, told
+    before = final_state(run)
+    old.send_signal(signal.SIGCONT)
+    _, told = old.communicate(timeout=200)
+    assert old.returncode == ExitCode.RUN_FAILED
+    assert SHUT_OUT in told
+    after = final_state(run)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.fixture
+def two_machines() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by one cable."""
+    names = (f"swa{os.getpid()}", f"swb{os.getpid()}")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable0", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable0")
+            for device in ("lo", "cable0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.long
+def test_machines_that_lose_each_other_both_end_and_meet_again(
+    recipe: Path, untroubled: Path, tmp_path: Path, two_machines: tuple[str, str]
+) -> None:
+    """No packet says that the other is gone. Both give up within the time they are granted; a new start ends as if nothing was."""
+    run = tmp_path / "run"
+
+    def start(rank: int, port: int, pause: float, *words: str) -> subprocess.Popen[str]:
+        temporary = tmp_path / f"machine-{rank}"
+        temporary.mkdir(exist_ok=True)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "cable0",
+            "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TMPDIR": str(temporary),
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", two_machines[rank], sys.executable, "-c", SLOW_STEPS, str(pause), str(recipe)]
+        command += ["--run-dir", str(run), "--set", "run.timeout_seconds=10", *words]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    port = free_port()
+    ranks = [start(rank, port, 0.5) for rank in range(2)]
+    wait_for_steps(ranks[0], run, 5)
+    subprocess.run(["ip", "-n", two_machines[0], "link", "set", "cable0", "down"], check=True)
+    cut = time.monotonic()
+    told = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [ExitCode.RUN_FAILED] * 2, told
+    assert time.monotonic() - cut < 60
+    assert len(read_events(run).of(Step)) < STEPS
+
+    subprocess.run(["ip", "-n", two_machines[0], "link", "set", "cable0", "up"], check=True)
+    ranks = [start(rank, port + 1, 0.0, "--resume") for rank in range(2)]
+    told = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [ExitCode.DONE] * 2, told
+    assert_same_end(run, untroubled)
