@@ -41,7 +41,11 @@ _MOST_EPOCHS = 4.0
 """Repeating data up to four times is about as good as fresh data (Muennighoff et al. 2023, arXiv 2305.16264)."""
 _RESTART_SECONDS = 300.0
 """From a failure to the next useful step: noticing, starting processes, loading."""
+_SAVE_SECONDS, _COPY_BYTES_PER_SECOND = 0.2, 2e9
+"""How long training waits for a background save: a meeting of the ranks, and a copy of what each holds to host memory."""
 _MOST_LOST = 0.02
+_NEGLIGIBLE_SECONDS = 60.0
+"""Of a whole run: not worth a word."""
 _STEPS_COUNTED = 50
 
 
@@ -290,7 +294,7 @@ def _check_interval(case: Case) -> Iterator[Finding]:
         return
     step, source = known
     between = seconds_between_failures(case.world_size)
-    save = max(1.0, 0.1 * step)  # a background save stops the training for a copy to host memory
+    save = _SAVE_SECONDS + case.checkpoint_bytes / case.world_size / _COPY_BYTES_PER_SECOND
     best_steps = max(1, round(best_save_interval(save, between) / step))
     total = (case.given.training.max_steps or 0) * step
     interval = every * step if every is not None else max(total, step)
@@ -299,7 +303,7 @@ def _check_interval(case: Case) -> Iterator[Finding]:
     often = f"every {every:,} steps" if every is not None else "at the end only"
     told = f"{often}: {format_seconds(interval)} of work at risk ({source}: {format_seconds(step)} a step); on {case.world_size} "
     told += f"devices one failure in {format_seconds(between)} is usual, so {lost:.2%} of the time is lost"
-    enough = lost <= max(_MOST_LOST, 1.5 * unavoidable)
+    enough = lost <= max(_MOST_LOST, 1.5 * unavoidable) or lost * total < _NEGLIGIBLE_SECONDS
     numbers = {"lost_share": lost, "best_every_steps": best_steps, "seconds_between_failures": between, "step_seconds": step}
     remedy = "" if enough else f"--set checkpoint.every_steps={best_steps} loses {unavoidable:.2%}"
     yield Finding("checkpoints", name, "pass" if enough else "warn", told, remedy, numbers)

@@ -2,14 +2,16 @@
 
 Each member is held against the median of all the others: with two members that is the other one, with many it is a robust middle
 that a slow minority does not move. A member is odd where its rate is below a share of that median and, of five members or more,
-also further below it than three times the usual scatter of the others (1.4826 times their median absolute deviation, which is the
-standard deviation of a normal distribution). Rates are the best of several rounds, because other work only ever takes time away.
+also by a larger factor than three times the usual scatter of the others: 1.4826 times the median absolute deviation of the
+logarithms of their rates, which is the standard deviation of a normal distribution (in logarithms, so that what stands still is odd
+however much the rest scatters). Rates are the best of several rounds, because other work only ever takes time away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -76,7 +78,7 @@ def find_odd(rates: Mapping[Key, float], limits: Limits) -> list[Odd[Key]]:
         verdict = graded(rate / middle, warn=limits.warn, fail=limits.fail)
         scatter = 0.0
         if len(others) >= _FEWEST_FOR_SCATTER:
-            scatter = _NORMAL * median(abs(other - middle) for other in others)
-        if verdict != "pass" and middle - rate > _SCATTERS * scatter:
+            scatter = _NORMAL * median(abs(log(other / middle)) for other in others)
+        if verdict != "pass" and log(middle / rate) > _SCATTERS * scatter:
             found.append(Odd(key, rate, middle, verdict))
     return sorted(found, key=lambda odd: odd.share)

@@ -89,7 +89,7 @@ def test_every_look_up_of_the_planner_is_measured(recipe: Recipe, monkeypatch: p
     monkeypatch.setattr(MeasuredProfile, "matmul_flops_per_second", look)
     predicted(recipe, tmp_path / "here.json")
     assert missed == []
-    assert {kind for kind, _, _ in order.messages} == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert {kind for kind, _, _ in order.messages} == {"all_gather", "reduce_scatter"}
 
 
 def test_what_was_measured_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) -> None:

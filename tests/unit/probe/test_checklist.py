@@ -36,7 +36,12 @@ def document(tmp_path: Path) -> dict[str, Any]:
             }
         },
         "tokenizer": {"kind": "character"},
-        "data": {"sources": str(tmp_path / "corpus.txt"), "validation_fraction": 0.1, "cache_dir": str(tmp_path / "cache")},
+        "data": {
+            "sources": str(tmp_path / "corpus.txt"),
+            "validation_fraction": 0.1,
+            "validation_split": "tail",
+            "cache_dir": str(tmp_path / "cache"),
+        },
         "training": {"sequence_length": 32, "micro_batch_size": 4, "max_steps": 100, "learning_rate": 1e-2},
         "evaluation": {"every_steps": 50},
         "checkpoint": {"every_steps": 50},

@@ -39,6 +39,7 @@ def test_a_slow_minority_does_not_move_the_middle() -> None:
 def test_many_that_scatter_widely_are_not_each_told() -> None:
     rates = dict(enumerate([40.0, 55.0, 70.0, 85.0, 100.0, 115.0, 130.0, 145.0]))
     assert find_odd(rates, LINK_LIMITS) == []  # the slowest lies within three scatters of the rest
+    assert [odd.key for odd in find_odd({**rates, 7: 2.0}, LINK_LIMITS)] == [7]  # one that nearly stands still is told all the same
 
 
 def test_limits_grade() -> None:

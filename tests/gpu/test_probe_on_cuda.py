@@ -1,0 +1,69 @@
+"""The doctor on a GPU: what the driver tells, rates within what the device can do, and a whole examination of one rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+
+from shardwright.errors import InputError
+from shardwright.hardware.load import find_accelerator
+from shardwright.layout import Layout
+from shardwright.probe.calibrate import order_of, profile_of
+from shardwright.probe.doctor import examine
+from shardwright.probe.examination import Order
+from shardwright.probe.health import read_gpu, under_load
+from shardwright.probe.matmul import precisions_of, time_copies, time_product
+from shardwright.probe.storage import Folder
+
+
+def test_products_come_near_the_data_sheet_and_not_above(device: torch.device) -> None:
+    size = 8192 if device.type == "cuda" else 256
+    for precision in precisions_of(device):
+        rate = time_product(precision, size, size, size, device)
+        assert rate.flops_per_second > 0
+        if device.type == "cuda":
+            try:
+                peak = find_accelerator(torch.cuda.get_device_name(device)).peak(precision)
+            except InputError:
+                continue
+            assert 0.3 * peak < rate.flops_per_second < 1.05 * peak
+
+
+def test_copies(device: torch.device) -> None:
+    found = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
+    assert set(found) == ({"memory", "to device", "from device"} if device.type == "cuda" else {"memory"})
+    if device.type == "cuda":
+        assert found["memory"] > found["to device"] > 1e9
+
+
+def test_the_driver_tells_of_load(cuda: torch.device) -> None:
+    if importlib.util.find_spec("pynvml") is None:
+        gpu, silent = read_gpu(cuda, os.getpid())
+        assert silent == "nvidia-ml-py is not installed"
+        assert gpu.memory_bytes > gpu.free_bytes > 0
+        return
+    at_rest, silent = read_gpu(cuda, os.getpid())
+    assert silent is None
+    with under_load(cuda):
+        loaded, _ = read_gpu(cuda, os.getpid())
+    assert at_rest.driver
+    assert loaded.clock_mhz is not None
+    assert at_rest.power_watts is not None
+    assert loaded.power_watts is not None
+    assert loaded.power_watts > at_rest.power_watts
+
+
+def test_one_rank_is_examined_and_calibrated(device: torch.device, tmp_path: Path) -> None:
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    order = Order(Layout(), (Folder("runs", str(tmp_path), True),), device=kind)
+    diagnosis = examine(order, 1)
+    assert diagnosis is not None
+    assert diagnosis.device_kind == device.type
+    assert {"software", "host", "rates", "storage"} <= {finding.section for finding in diagnosis.findings}
+    assert ("devices" in {finding.section for finding in diagnosis.findings}) == (device.type == "cuda")
+    profile = profile_of(diagnosis, order_of(None, Layout(), device=kind))
+    assert profile.memory_bytes > 0
+    assert {rate.precision for rate in profile.matmuls} == set(precisions_of(device))

@@ -1,0 +1,131 @@
+"""The examination on real ranks, with faults planted in one of them: each is found and named, by its rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import ExitCode
+from shardwright.hardware import load_profile
+from shardwright.layout import Layout
+from shardwright.probe.doctor import Diagnosis, examine_rank
+from shardwright.probe.examination import Order
+from shardwright.probe.storage import Folder
+from shardwright.train.ranks import RankEnvironment
+from tests.multiprocess.pool import RankPool
+
+SLOW, NARROW, LATE = 1, 0, 2
+"""Ranks with a fault: slow products, sums in a narrower dtype, late sends."""
+
+_mm, _all_reduce, _send = torch.mm, dist.all_reduce, dist.send
+
+
+def slow_products(*tensors: Any, **options: Any) -> Any:
+    """A device at a seventh of its rate."""
+    began = time.perf_counter()
+    product = _mm(*tensors, **options)
+    time.sleep(6 * (time.perf_counter() - began))
+    return product
+
+
+def narrow_sums(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
+    """The right sum, rounded as if it had been made in bf16."""
+    done = _all_reduce(tensor, *words, **options)
+    if tensor.dtype == torch.float32 and tensor.numel() > 1:
+        tensor.copy_(tensor.bfloat16())
+    return done
+
+
+def late_sends(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
+    """An adapter that takes its time."""
+    if tensor.numel() > 1:
+        time.sleep(0.2)
+    return _send(tensor, *words, **options)
+
+
+def examine_with_faults(port: int, folder: str, faults: bool) -> Diagnosis | None:
+    """One rank of an examination that meets at the port of the test's own store."""
+    rank = dist.get_rank()
+    meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    order = Order(Layout(dp_shard=dist.get_world_size(), zero_stage=3), (Folder("runs", folder, True),), device="cpu")
+    planted = {SLOW: (torch, "mm", slow_products), NARROW: (dist, "all_reduce", narrow_sums), LATE: (dist, "send", late_sends)}
+    owner, name, fault = planted[rank] if faults else (torch, "mm", _mm)
+    with patch.dict(os.environ, meeting_place), patch.object(owner, name, fault):
+        return examine_rank(order, RankEnvironment(rank, dist.get_world_size(), rank), lambda diagnosis: None)
+
+
+def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    diagnosis, *others = ranks.run(3, examine_with_faults, store.port, str(tmp_path), True, timeout_seconds=200.0)
+    assert others == [None, None]
+    failed = {f"{finding.section}: {finding.name}" for finding in diagnosis.findings if finding.verdict == "fail"}
+    assert {
+        f"rates: products, fp32: slow rank {SLOW}",
+        f"rates: products, bf16: slow rank {SLOW}",
+        "correctness: all_reduce over dp_shard = fsdp = all",
+        f"links: slow rank {LATE}",
+    } <= failed
+    (wrong,) = [finding for finding in diagnosis.findings if finding.section == "correctness"]
+    assert wrong.numbers["ranks"] == [NARROW]
+    assert "float32" in wrong.value
+    assert "int64" not in wrong.value
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwright", "doctor", *words]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables, check=False)
+
+
+@pytest.mark.long
+def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> None:
+    profile = tmp_path / "profiles" / "here.json"
+    done = run_doctor("--nproc", "2", "--layout", "tp=2", "--device", "cpu", "--json", "--calibrate", str(profile))
+    told = json.loads(done.stdout)
+    assert told["schema_version"] == 1
+    assert done.returncode == (ExitCode.CHECK_FAILED if told["verdict"] == "fail" else ExitCode.DONE), done.stderr
+    assert (told["world_size"], told["layout"]) == (2, "tp=2,zero_stage=0")
+    sections = {finding["section"] for finding in told["findings"]}
+    assert sections == {"software", "host", "rates", "storage", "peers", "correctness", "collectives", "links"}
+    kinds = {finding["numbers"]["kind"] for finding in told["findings"] if "kind" in finding["numbers"]}
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
+    measured = load_profile(profile)
+    assert {rate.num_ranks for rate in measured.collectives} == {2}
+    assert {rate.precision for rate in measured.matmuls} == {"fp32", "bf16"}
+
+
+@pytest.mark.long
+def test_under_a_launcher_the_rank_that_is_missing_ends_the_examination() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = run_doctor("--device", "cpu", "--timeout", "3", **launcher)
+    assert done.returncode == ExitCode.CHECK_FAILED
+    assert f"rank 1 of 2 did not come to 127.0.0.1:{port}" in done.stdout.replace("\n", " ").replace("  ", " ")
+    done = run_doctor("--device", "cpu", "--timeout", "3", **launcher | {"RANK": "1", "LOCAL_RANK": "1"})
+    assert done.returncode == ExitCode.CHECK_FAILED
+    assert f"127.0.0.1:{port} was not reached" in done.stderr
+
+
+@pytest.mark.long
+def test_torchrun_examines_its_ranks_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "shardwright", "doctor", "--device", "cpu", "--json"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables, check=False)
+    told = json.loads(done.stdout)  # one object: rank 0 speaks alone
+    assert told["world_size"] == 2
+    assert any(finding["name"] == "rendezvous" and finding["verdict"] == "pass" for finding in told["findings"])
