@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.pages import HtmlOutput, write_page
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, LayoutError
 
@@ -67,6 +68,7 @@ def plan_command(
         Path | None, typer.Option("--out", metavar="FILE", help="With --emit: write it there, below the table.", show_default=False)
     ] = None,
     why: Annotated[bool, typer.Option("--explain", help="Say why, with the numbers behind it.")] = False,
+    html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Rank the layouts of a recipe by predicted tokens/s, with memory and time by part; nothing is started, no data is read."""
@@ -90,6 +92,10 @@ def plan_command(
         explained=why,
     )
     found_in = time.perf_counter() - started
+    if html is not None:
+        from shardwright.report.plans import render_plan
+
+        write_page(html, render_plan(checked.name, where, found))
     written = None if emit is None or found.chosen is None else _emitted(emit, checked, found.chosen, where.num_nodes, out)
     if json_output:
         sys.stdout.write(
@@ -125,13 +131,23 @@ def _check_emit(system: str | None, out: Path | None) -> None:
 
 def _emitted(system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, out: Path | None) -> dict[str, Any]:
     """The chosen layout as another system's configuration; what that cannot say goes to standard error, too."""
+    from shardwright.config.adapters import AdapterSection
+    from shardwright.config.training import PrecisionKind
     from shardwright.interop.emit import emit
     from shardwright.interop.emitted import Subject
     from shardwright.plan import resolve
     from shardwright.planner.automatic import put_in
 
-    settled = put_in(recipe, chosen.candidate)
-    told = emit(system, Subject(settled, resolve(settled, chosen.num_gpus), chosen.candidate.offload, num_nodes))
+    candidate = chosen.candidate
+    settled = put_in(recipe, candidate)
+    if candidate.adapter is not None:
+        quantize = "nf4" if candidate.adapter.quantised else None
+        settled = settled.model_copy(update={"adapters": AdapterSection(rank=candidate.adapter.rank, quantize=quantize)})
+    if candidate.precision in get_args(PrecisionKind):
+        settled = settled.model_copy(update={"precision": settled.precision.model_copy(update={"kind": candidate.precision})})
+    else:
+        raise InputError("is predicted only", field="--precision", got=candidate.precision, remedy="Leave it out to --emit a plan")
+    told = emit(system, Subject(settled, resolve(settled, chosen.num_gpus), candidate.offload, num_nodes))
     for note in told.notes:
         sys.stderr.write(f"not expressed: {note}\n")
     if out is not None:

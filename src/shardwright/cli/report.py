@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.errors import InputError
+from shardwright.cli.pages import write_page
 
 SCHEMA_VERSION = 1
 
@@ -40,7 +40,7 @@ def report_command(runs: Runs, out: Out = None, as_json: JsonOutput = False) -> 
     summaries = [summarise(run) for run in loaded]
     page = out if out is not None or as_json else (runs[0] if len(runs) == 1 and runs[0].is_dir() else Path()) / "report.html"
     if page is not None:
-        _write(page, render_page(loaded))
+        write_page(page, render_page(loaded), option="--out")
     words = sys.stderr if as_json else sys.stdout
     for run, summary in zip(loaded, summaries, strict=True):
         words.write("\n".join(describe_run(run, summary)) + "\n")
@@ -49,13 +49,3 @@ def report_command(runs: Runs, out: Out = None, as_json: JsonOutput = False) -> 
     if as_json:
         told = {"schema_version": SCHEMA_VERSION, "page": None if page is None else str(page), "runs": summaries}
         sys.stdout.write(json.dumps(told, allow_nan=False) + "\n")
-
-
-def _write(path: Path, page: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"the page cannot be written: {error.strerror}", field="--out", got=str(path)) from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.pages import HtmlOutput, write_page
 from shardwright.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def schedule_command(
     virtual_stages: VirtualStages = None,
     times: GivenTimes = "1,1,1",
     svg: Svg = None,
+    html: HtmlOutput = None,
     text: AsText = False,
     as_json: JsonOutput = False,
 ) -> None:
@@ -78,6 +80,10 @@ def schedule_command(
     proof, timeline = check(schedule), simulate(schedule, _read_times(times, schedule))
     if svg is not None:
         _write(svg, draw_svg(timeline))
+    if html is not None:
+        from shardwright.report.plans import render_schedule
+
+        write_page(html, render_schedule(schedule, proof, timeline))
     if text:
         sys.stdout.write(write_schedule(schedule))
         return

@@ -18,7 +18,7 @@ _LOST_TONES = {
     "useful": "c2", "set-up": "c0", "evaluations": "c3", "checkpoints": "c5", "skipped steps": "c4", "withdrawn steps": "c1",
     "between steps": "c6", "down": "ink",
 }  # fmt: skip
-_MEMORY_TONES = {
+MEMORY_TONES = {
     "weights": "c0", "gradients": "c1", "optimizer": "c2", "activations": "c3", "logits": "c4", "gathered": "c5",
     "workspaces": "quiet", "reserve": "grid", "driver": "c6", "the rest of the peak": "c3",
 }  # fmt: skip
@@ -65,7 +65,7 @@ def panel_of_memory(run: Run, key: str, title: str) -> Panel | None:
     if measured and measured[-1].reserved_bytes is None:
         note += "On a CPU the tensors that stay are measured; what the process holds beside them is not told apart. "
     pictures = draw_bars(
-        bars, unit=unit, write=lambda value: format_bytes(value * size), tones=_MEMORY_TONES, description=f"{title}: {note}"
+        bars, unit=unit, write=lambda value: format_bytes(value * size), tones=MEMORY_TONES, description=f"{title}: {note}"
     )
     names = list(dict.fromkeys((*predicted, *found)))
     rows = [(name, *(format_bytes(parts[name]) if name in parts else "" for parts in (predicted, found))) for name in names]

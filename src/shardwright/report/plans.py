@@ -1,0 +1,125 @@
+"""Pages before a run: what `plan` and `schedule` say, as the run's own page says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from shardwright.hardware import Cluster
+from shardwright.planner.answer import Answer
+from shardwright.planner.prediction import MemoryParts, Prediction
+from shardwright.report.bars import Bar, draw_bars
+from shardwright.report.parts import MEMORY_TONES
+from shardwright.report.shell import WIDTHS, Panel, Table, render_page_of
+from shardwright.schedule import Proof, Schedule, Timeline
+from shardwright.schedule.svg import draw_inline
+from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
+
+_TIME_TONES = {
+    "compute": "c0", "tensor": "c1", "context": "c3", "expert": "c5", "pipeline": "c4", "data": "c2", "bubble": "c6",
+    "optimizer": "quiet", "overhead": "grid",
+}  # fmt: skip
+
+
+def render_plan(name: str, cluster: Cluster, found: Answer) -> str:
+    """The page of a plan: layouts by predicted speed, their memory and time by part, and why the others lose."""
+    chosen = found.chosen
+    facts = []
+    if chosen is not None:
+        facts = [
+            ("chosen", chosen.candidate.describe()),
+            ("tokens per second", format_count(chosen.tokens_per_second)),
+            ("per device", format_count(chosen.tokens_per_second_per_gpu)),
+            ("model FLOPs utilisation", f"{chosen.model_flops_utilisation:.1%}"),
+            ("a step", format_seconds(chosen.time.step)),
+            ("memory of the fullest rank", format_bytes(chosen.memory.total)),
+        ]
+    lead = f"{cluster.num_gpus} x {cluster.accelerator.name}. Predicted; nothing was run."
+    panels = [panel for panel in (_layouts(found.layouts), _memory(found.layouts), _time(found.layouts), _growth(found)) if panel]
+    if found.rejections:
+        rows = tuple((r.name, r.reason, r.change or "nothing that is known") for r in found.rejections)
+        table = Table(("layout", "why not", "what would make it fit"), rows, words=True)
+        panels.append(Panel("rejected", "Turned down", "Layouts that people ask for first.", {}, table, wide=True, open_table=True))
+    if found.sentences:
+        reasons = Table(("why",), tuple((sentence,) for sentence in found.sentences), words=True)
+        panels.append(Panel("why", "Why", "", {}, reasons, wide=True, open_table=True))
+    if chosen is None:
+        lead += f" Nothing fits. {found.remedy or ''}"
+    return render_page_of(f"Plan: {name}", lead, panels, facts=facts)
+
+
+def _layouts(layouts: Sequence[Prediction]) -> Panel | None:
+    if not layouts:
+        return None
+    rows = tuple(
+        (
+            p.candidate.describe(), format_count(p.tokens_per_second), f"{p.model_flops_utilisation:.1%}",
+            format_seconds(p.time.step), format_bytes(p.memory.total), "yes" if p.fits else "no",
+        )
+        for p in layouts
+    )  # fmt: skip
+    bars = [Bar(p.candidate.describe(), (("tokens per second", p.tokens_per_second),)) for p in layouts]
+    pictures = draw_bars(bars, unit="tokens per second, all devices", write=format_count, description="Layouts by throughput")
+    table = Table(("layout", "tokens/s", "MFU", "step", "memory", "fits"), rows)
+    return Panel("layouts", "Layouts by predicted throughput", "", pictures, table, wide=True)
+
+
+def _memory(layouts: Sequence[Prediction]) -> Panel | None:
+    if not layouts:
+        return None
+    names = tuple(asdict(MemoryParts()))
+    bars = [Bar(p.candidate.describe(), tuple((name, getattr(p.memory, name) / GIB_BYTES) for name in names)) for p in layouts]
+    pictures = draw_bars(
+        bars, unit="GiB", write=lambda value: format_bytes(value * GIB_BYTES), tones=MEMORY_TONES, description="Memory by part"
+    )
+    rows = tuple((p.candidate.describe(), *(format_bytes(getattr(p.memory, name)) for name in names)) for p in layouts)
+    capacity = format_bytes(layouts[0].memory_capacity_bytes)
+    return Panel(
+        "memory", "Memory by part", f"Fullest rank; a process may use {capacity}.", pictures, Table(("layout", *names), rows)
+    )
+
+
+def _time(layouts: Sequence[Prediction]) -> Panel | None:
+    if not layouts:
+        return None
+    bars = [Bar(p.candidate.describe(), tuple((name, 1000 * getattr(p.time, name)) for name in _TIME_TONES)) for p in layouts]
+    pictures = draw_bars(
+        bars, unit="ms per step", write=lambda value: format_seconds(value / 1000), tones=_TIME_TONES, description="Time by part"
+    )
+    rows = tuple((p.candidate.describe(), *(format_seconds(getattr(p.time, name)) for name in _TIME_TONES)) for p in layouts)
+    note = "Traffic is what nothing hides."
+    return Panel("time", "Time of a step by part", note, pictures, Table(("layout", *_TIME_TONES), rows))
+
+
+def _growth(found: Answer) -> Panel | None:
+    told = [(point, point.prediction) for point in found.points if point.prediction is not None]
+    if not told:
+        return None
+    bars = [Bar(f"{point.num_gpus:,} devices", (("tokens per second", p.tokens_per_second),)) for point, p in told]
+    pictures = draw_bars(bars, unit="tokens per second", write=format_count, description="Throughput by number of devices")
+    rows = tuple(
+        (f"{point.num_gpus:,}", p.candidate.describe(), format_count(p.tokens_per_second), f"{point.efficiency or 0:.0%}")
+        for point, p in told
+    )
+    return Panel("growth", "With more devices", "", pictures, Table(("devices", "layout", "tokens/s", "efficiency"), rows))
+
+
+def render_schedule(schedule: Schedule, proof: Proof, timeline: Timeline) -> str:
+    """The page of a schedule: its picture, and what each rank does and keeps."""
+    pictures = {name: draw_inline(timeline, width) for name, (width, _) in WIDTHS.items()}
+    step = timeline.step_seconds
+    rows = tuple(
+        (str(rank), " ".join(map(str, schedule.stages_of(rank))), f"{busy:g}", f"{step - busy:g}", f"{busy / step:.1%}", str(peak))
+        for rank, (busy, peak) in enumerate(zip(timeline.busy_seconds, proof.peak_activations, strict=True))
+    )
+    columns = ("rank", "stages", "computes", "waits", "share", "activations at most")
+    note = "A row per rank, a bar per action with the number of its micro-batch; times are units."
+    facts = [
+        ("of all time computes", f"{timeline.utilisation:.1%}"),
+        ("waiting over computing", f"{timeline.bubble:.1%}"),
+        ("units of time", f"{step:g}"),
+        ("messages", f"{proof.num_transfers:,}"),
+    ]
+    panel = Panel("schedule", "The schedule", note, pictures, Table(columns, rows), wide=True)
+    lead = "Complete, in order, free of deadlock." + (f" {warning}" if (warning := schedule.warning()) else "")
+    return render_page_of(str(schedule), lead, [panel], facts=facts)
