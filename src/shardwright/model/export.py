@@ -147,6 +147,8 @@ def write_folder(
         _write_json(partial / "generation_config.json", generation_config)
         if tokenizer is not None:
             tokenizer.save(partial)
+        if isinstance(shape, ForeignShape) and shape.code is not None:
+            _copy_code(Path(shape.code), partial)
         if check is not None:
             check(partial)
         _move(partial, out)
@@ -242,11 +244,19 @@ def _config(shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | N
     class_name = shape.class_name if isinstance(shape, ForeignShape) else ARCHITECTURES[shape.family]
     config |= {"architectures": [class_name], "model_type": shape.family, "dtype": DTYPES[dtype][1]}
     config["vocab_size"] = shape.vocab_size
+    if isinstance(shape, ForeignShape) and shape.code is not None:
+        config["auto_map"] = shape.config["auto_map"]
     if tokenizer is not None:
         bos = tokenizer.prefix_ids[0] if tokenizer.prefix_ids else None
         for key, value in zip(_SPECIAL_IDS, (bos, tokenizer.eos_id, None), strict=True):
             config.setdefault(key, value)
     return dict(sorted(config.items()))
+
+
+def _copy_code(code: Path, folder: Path) -> None:
+    """The Python code that makes the class, as it stands beside the weights that training began with."""
+    for file in sorted(code.glob("*.py")):
+        shutil.copyfile(file, folder / file.name)
 
 
 def _check_vacant(out: Path, overwrite: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwright.architecture import ForeignShape
 from shardwright.errors import CheckFailed
 from shardwright.model.export import MAX_SHARD_BYTES, ExportedFolder, write_folder
 from shardwright.model.theirs import load_folder
@@ -42,7 +43,8 @@ def export_source(
     """
 
     def agree(folder: Path) -> None:
-        check_with_transformers(folder, expected_logits(source, dtype))
+        own_code = isinstance(source.shape, ForeignShape) and source.shape.code is not None
+        check_with_transformers(folder, expected_logits(source, dtype), trust_remote_code=own_code)
 
     return write_folder(
         out,
@@ -73,7 +75,7 @@ def expected_logits(source: ModelSource, dtype: torch.dtype) -> Tensor:
     return logits_BTV
 
 
-def check_with_transformers(folder: Path, expected_BTV: Tensor) -> float:
+def check_with_transformers(folder: Path, expected_BTV: Tensor, *, trust_remote_code: bool = False) -> float:
     """Load a folder as its users will, and compare logits; returns the largest difference as a share of the largest logit.
 
     Raises:
@@ -81,7 +83,7 @@ def check_with_transformers(folder: Path, expected_BTV: Tensor) -> float:
     """
     gc.collect()  # our decoder goes before theirs comes: a model in memory once, not twice
     try:
-        model, loading = load_folder(folder)
+        model, loading = load_folder(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever their constructors and validators raise, the folder is not what its users need
         raise CheckFailed(f"transformers cannot load the folder: {error}") from error
     faults = [f"{kind}: {', '.join(map(str, found))}" for kind, found in loading.items() if found]

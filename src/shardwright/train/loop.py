@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from shardwright.train.evaluation import evaluate
 from shardwright.train.experts import ExpertLoads, LoadWatch, read_loads
 from shardwright.train.forecast import Comparison, forecast
 from shardwright.train.meeting import Meeting
+from shardwright.train.preference import PreferenceNumbers, PreferenceObjective
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
 from shardwright.train.replicas import differing_replicas
@@ -49,6 +50,8 @@ class StepDone:
     """Seconds by `StepTimes`' parts."""
     experts: ExpertLoads | None
     """Of a sparse model."""
+    preference: PreferenceNumbers | None = None
+    """Of preference tuning."""
 
 
 @dataclass
@@ -154,6 +157,7 @@ class Loop:
             step=state.step,
             loss_scale=1.0 if state.scaler is None else state.scaler.scale,
             times=self.times,
+            objective=state.objective,
         )
         updated = update(
             state.model,
@@ -168,8 +172,18 @@ class Loop:
         parts = self.times.seconds()  # waits for the device: the optimizer's kernels are this step's time
         step_seconds = time.perf_counter() - began
         experts = None if loss.routers is None else read_loads(loss.routers, checked.shape, batch.global_batch_size)
+        preference = state.objective.take() if isinstance(state.objective, PreferenceObjective) else None
         return StepDone(
-            mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, data_seconds, step_seconds, parts, experts
+            mean,
+            updated.gradient_norm,
+            updated.skipped,
+            learning_rate,
+            supervised,
+            data_seconds,
+            step_seconds,
+            parts,
+            experts,
+            preference,
         )
 
     def _went_back(self, done: StepDone) -> bool:
@@ -244,6 +258,7 @@ class Loop:
             optimizer_seconds=done.parts["optimizer"],
             loss_scale=None if self.state.scaler is None else self.state.scaler.scale,
             **({} if done.experts is None else self._tell_experts(done.experts)),
+            **({} if done.preference is None else asdict(done.preference)),
         )
 
     def _tell_experts(self, loads: ExpertLoads) -> dict[str, Any]:
@@ -269,7 +284,8 @@ class Loop:
             self.vigil.begin("evaluate", state.step)
             return not last and self.meeting.any(bool(self.stop))
 
-        found = evaluate(self.checked, state.model, self.data_rank, asked_to_stop)
+        found = evaluate(self.checked, state.model, self.data_rank, asked_to_stop, state.objective)
+        pairs = state.objective.take() if isinstance(state.objective, PreferenceObjective) else None
         if found is None:
             return None
         state.evaluation_due = False
@@ -283,6 +299,7 @@ class Loop:
             tokens=found.tokens,
             seconds=time.perf_counter() - began,
             best=improved,
+            **({} if pairs is None else asdict(pairs)),
         )
         return found.loss, improved
 

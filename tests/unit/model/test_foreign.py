@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from shardwright.config.adapters import AdapterSection
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout
+from shardwright.model.export import write_folder
 from shardwright.model.foreign import build_decoder, take_apart
+from shardwright.model.init import initialise
 from shardwright.model.load import WeightsFolder
-from shardwright.model.theirs import read_shape
+from shardwright.model.theirs import load_folder, read_shape
 from shardwright.numerics import chunked_cross_entropy
 from tests.unit.model.foreign_models import FOREIGN
 
@@ -152,6 +155,28 @@ def test_code_in_the_folder_wants_a_flag(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("raise RuntimeError('this must not run')")
     with pytest.raises(ArchitectureError, match=r"model.trust_remote_code: this model is made by Python code"):
         read_shape(tmp_path, ModelSection(path=str(tmp_path)))
+
+
+def test_code_in_the_folder_makes_the_class_where_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.py").write_text(
+        "from transformers import OPTConfig, OPTForCausalLM\n"
+        "class OwnConfig(OPTConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(OPTForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    maps = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(FOREIGN["opt"] | {"model_type": "own", "auto_map": maps}))
+    shape = read_shape(folder, ModelSection(path=str(folder), trust_remote_code=True, dropout="off"))
+    assert isinstance(shape, ForeignShape)
+    assert shape.class_name == "OwnForCausalLM"
+    specs = {spec.name: spec for spec in shape.parameters()}
+    write_folder(tmp_path / "out", shape, lambda name: initialise(specs[name], 0, dtype=torch.float32), dtype=torch.float32)
+    model, loading = load_folder(tmp_path / "out", trust_remote_code=True)
+    assert type(model).__name__ == "OwnForCausalLM"
+    assert not any(loading.values())
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp", "cp", "ep"])
