@@ -22,7 +22,7 @@ from shardwright.telemetry.events import Checkpoint, Resumed, read_events, survi
 pytestmark = pytest.mark.long
 
 HOSTS = ("10.94.7.1", "10.94.7.2")
-STEPS = 120
+STEPS = 300
 
 
 def _ip(*words: str) -> None:
@@ -72,7 +72,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_node_is_lost_and_the_run_goes_on(
     nodes: tuple[str, str], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_node_is_lost_and_the_run_goes_on(
         assert running[0].poll() is None, "the node that is left waits"
         running[1] = start(1)
         for process in running:
-            assert process.wait(300) == 0, (tmp_path / "node-0.log").read_text()[-3000:]
+            assert process.wait(900) == 0, (tmp_path / "node-0.log").read_text()[-3000:]
     finally:
         for name, process in zip(nodes, running, strict=True):
             _lose(name)
@@ -118,9 +118,9 @@ def _lose(node: str) -> None:
             os.kill(int(word), signal.SIGKILL)
 
 
-def _wait_for(condition: Callable[[], bool], running: list[subprocess.Popen[bytes]], seconds: float = 180.0) -> None:
+def _wait_for(condition: Callable[[], bool], running: list[subprocess.Popen[bytes]], seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "not in time"
         assert all(process.poll() is None for process in running), "a node ended"
-        time.sleep(0.5)
+        time.sleep(0.1)

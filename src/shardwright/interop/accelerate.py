@@ -157,8 +157,10 @@ def _read_kind(kind: str, source: Source, found: Findings) -> None:
         if degree != 1:
             found.put(f"layout.{axis}", degree, key)
     strategy = source.take("parallelism_config.parallelism_config_cp_comm_strategy")
-    if strategy is not None:
-        found.put("layout.cp_method", {theirs: ours for ours, theirs in _METHODS.items()}[strategy], "cp_comm_strategy")
+    methods = {theirs: ours for ours, theirs in _METHODS.items()}
+    if strategy is not None and strategy not in methods:
+        found.drop("parallelism_config.parallelism_config_cp_comm_strategy", strategy, f"allowed: {', '.join(methods)}")
+    found.put("layout.cp_method", methods.get(str(strategy)), "parallelism_config.parallelism_config_cp_comm_strategy")
 
 
 def read_fsdp(source: Source, found: Findings, section: str = "fsdp_config") -> None:
@@ -168,6 +170,8 @@ def read_fsdp(source: Source, found: Findings, section: str = "fsdp_config") -> 
     strategy = source.take(f"{section}.fsdp_sharding_strategy")
     stages = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3}
     words = reshard if isinstance(reshard, str) and reshard.upper() in stages else strategy
+    if words is not None and str(words).upper() not in stages:
+        found.drop(f"{section}.fsdp_sharding_strategy", words, f"allowed: {', '.join(key for key in stages if not key.isdigit())}")
     stage = stages.get(str(words).upper()) if words is not None else (3 if str(reshard).lower() == "true" else 2)
     found.put("layout.zero_stage", stage, f"{section}.fsdp_reshard_after_forward")
     if str(words).upper() in ("HYBRID_SHARD", "4"):

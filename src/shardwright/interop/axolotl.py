@@ -19,7 +19,6 @@ _PLAIN = {
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
     "adam_epsilon": "optimizer.eps",
-    "val_set_size": "data.validation_fraction",
     "dataset_prepared_path": "data.cache_dir",
     "output_dir": "run.dir",
     "logging_steps": "run.log_every_steps",
@@ -162,6 +161,11 @@ def _read_precision(source: Source, found: Findings) -> None:
 
 def _read_data(source: Source, found: Findings) -> None:
     learnt = _sources(source.take("datasets"), "datasets", found)
+    size = source.take("val_set_size", 0.0)
+    if isinstance(size, float | int) and size >= 1:
+        found.drop("val_set_size", size, "a number of samples; data.validation_fraction is a share")
+    else:
+        found.put("data.validation_fraction", size or None, "val_set_size")
     held_out = _sources(source.take("test_datasets"), "test_datasets", found)
     found.put("data.sources", learnt, "datasets")
     found.put("data.validation", held_out, "test_datasets")

@@ -120,6 +120,9 @@ def _scheduler(subject: Subject, notes: list[str]) -> dict[str, Any]:
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """What DeepSpeed's Adam takes where nothing is said."""
 
+_COS_MIN_RATIO = 1e-4
+"""Where DeepSpeed's WarmupCosineLR ends, as a share of the peak, where nothing is said."""
+
 
 def read(source: Source, found: Findings) -> None:
     """A DeepSpeed configuration; what it leaves out is set to DeepSpeed's own default where ours differs."""
@@ -163,7 +166,7 @@ def _read_precision(source: Source, found: Findings) -> None:
         found.put("precision.kind", kinds[0], f"{kinds[0]}.enabled")
     power, window = source.take("fp16.initial_scale_power"), source.take("fp16.loss_scale_window")
     if kinds == ["fp16"]:
-        found.put("precision.initial_loss_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")
+        found.put("precision.initial_loss_scale", 2.0**power if isinstance(power, int) else power, "fp16.initial_scale_power")
         found.put("precision.loss_scale_growth_steps", window, "fp16.loss_scale_window")
     reduced = source.take("communication_data_type")
     if reduced in ("bfp16", "bf16", "bfloat16"):
@@ -200,7 +203,7 @@ def _read_optimizer(source: Source, found: Findings) -> None:
         chosen = {key: value for key, value in params.items() if value is not None}
     found.put("training.learning_rate", chosen.get("lr"), "optimizer.params.lr")
     found.put("training.weight_decay", chosen.get("weight_decay"), "optimizer.params.weight_decay")
-    if chosen.get("weight_decay"):
+    if isinstance(chosen.get("weight_decay"), float | int) and chosen["weight_decay"]:
         found.remark("training.weight_decay: here norms and biases are not decayed; DeepSpeed decays what it is given")
     for key, value in source.take_all("optimizer").items():
         found.drop(f"optimizer.{key}", value, "has no counterpart")
@@ -237,7 +240,11 @@ def _read_scheduler(source: Source, found: Findings) -> None:
                 found.drop(f"scheduler.params.{key}", params[key], "warmup begins near 0 here")
         rate = found.value("training.learning_rate")
         if kind == "WarmupCosineLR" and isinstance(rate, float | int):
-            found.put("training.min_learning_rate", rate * (params["cos_min_ratio"] or 0.0), "scheduler.params.cos_min_ratio")
+            found.put(
+                "training.min_learning_rate",
+                rate * (_COS_MIN_RATIO if params["cos_min_ratio"] is None else params["cos_min_ratio"]),
+                "scheduler.params.cos_min_ratio",
+            )
     found.put("training.max_steps", params["total_num_steps"], "scheduler.params.total_num_steps")
     if params["total_num_steps"] in (None, "auto"):
         found.need("training.max_steps")
