@@ -36,17 +36,18 @@ def forecast(checked: Checked) -> Prediction | None:
     if recipe.cluster is None:
         return None
     cluster = cluster_of(recipe.cluster, plan.layout.world_size)
-    return predict(checked.shape, _candidate(recipe, checked), cluster, load_efficiencies().of(cluster.accelerator))
+    return predict(checked.shape, candidate_of_run(recipe, checked), cluster, load_efficiencies().of(cluster.accelerator))
 
 
 def forecast_memory(checked: Checked) -> MemoryParts:
     """Bytes on the fullest rank, whatever the device: no cluster is needed for what tensors take."""
-    facts, candidate, plan = facts_of(checked.shape), _candidate(checked.recipe, checked), checked.plan
+    facts, candidate, plan = facts_of(checked.shape), candidate_of_run(checked.recipe, checked), checked.plan
     pipeline = pipeline_of(facts, plan.layout, plan.batch.gradient_accumulation_steps, plan.batch.sequence_length)
     return max((predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.loads), key=lambda parts: parts.live)
 
 
-def _candidate(recipe: Recipe, checked: Checked) -> Candidate:
+def candidate_of_run(recipe: Recipe, checked: Checked) -> Candidate:
+    """The very plan that runs, as the planner takes it."""
     plan = checked.plan
     return replace(
         template_of(recipe),

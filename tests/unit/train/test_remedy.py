@@ -1,0 +1,48 @@
+"""What is said and kept when memory does not suffice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.config import Recipe
+from shardwright.errors import OutOfMemory
+from shardwright.train import loop
+from shardwright.train.preflight import check
+from shardwright.train.remedy import cheapest_fit, save_snapshot
+from shardwright.train.start import train
+from tests.unit.train.test_loop import recipe_in
+
+
+def with_cluster(recipe: Recipe, node: str) -> Recipe:
+    return Recipe.model_validate(recipe.model_dump() | {"cluster": {"node": node}})
+
+
+def test_without_a_cluster_what_helps_in_general(tmp_path: Path) -> None:
+    told = cheapest_fit(check(recipe_in(tmp_path), 1))
+    assert "Smaller training.micro_batch_size" in told
+    assert "with the recipe's `cluster` named" in told
+
+
+def test_the_cheapest_change_with_its_numbers(tmp_path: Path) -> None:
+    told = cheapest_fit(check(with_cluster(recipe_in(tmp_path, micro_batch_size=4), "1xA100-40GB"), 1))
+    assert told.startswith("The cheapest change that would fit: ")
+    assert "GiB in place of" in told
+
+
+def test_a_cpu_keeps_no_snapshot(tmp_path: Path) -> None:
+    assert save_snapshot(tmp_path, 0, torch.device("cpu")) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_no_room_says_what_was_predicted_and_what_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(loop, "accumulate_gradients", full)
+    with pytest.raises(
+        OutOfMemory, match=r"rank 0 ran out of memory .* The plan predicted .* The cheapest change that would fit: "
+    ):
+        train(with_cluster(recipe_in(tmp_path), "1xA100-40GB"))
