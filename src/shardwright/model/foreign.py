@@ -361,7 +361,10 @@ def take_apart(document_ids_BT: Tensor, labels_BT: Tensor | None) -> Places:
     learnt_R[0] |= ~learnt_R.any()
     new_number_R = torch.where(learnt_R, learnt_R.cumsum(0) - 1, -1)
     row_N = new_number_R[number_N]
-    return Places(row_N, column_N, int(learnt_R.sum()), int(column_N[row_N >= 0].max()) + 1, document_ids_BT.shape)
+    # Two tokens at least: on one alone a recurrent class leaves out how it forgets, and where a parameter takes no part on one rank
+    # only, ranks no longer sum the same gradients.
+    length = max(2, int(column_N[row_N >= 0].max()) + 1)
+    return Places(row_N, column_N, int(learnt_R.sum()), length, document_ids_BT.shape)
 
 
 class Widened(TorchFunctionMode):
