@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from shardwright.architecture import read_config
@@ -22,8 +23,10 @@ from shardwright.model.export import write_folder
 from shardwright.model.init import initialise
 from shardwright.telemetry.events import read_events, surviving_steps
 from shardwright.train.adapters import check_merge, merged_source
+from shardwright.train.ranks import RankEnvironment
+from shardwright.train.signals import StopRequest
 from shardwright.train.source import find_checkpoint, load_decoder, open_source
-from shardwright.train.start import train
+from shardwright.train.start import train, train_rank
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 
@@ -131,6 +134,32 @@ def test_a_wrong_merge_is_refused(run: Path) -> None:
     halved = replace(source, shape=replace(source.shape, adapters=replace(source.shape.adapters, alpha=3.0)))
     with pytest.raises(CheckFailed, match="unmerged"):
         check_merge(source, merged_source(halved))
+
+
+def losses_in_bf16(recipe: str, folder: str, layout: str) -> None:
+    """Three steps of DoRA in bf16 on these ranks, whose process group stays."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    changes = [
+        f"run.dir={folder}",
+        "precision=bf16",
+        "training.max_steps=3",
+        "adapters={kind: dora, rank: 3, exclude: [experts.*]}",
+    ]
+    with patch.object(dist, "destroy_process_group"):
+        train_rank(load_recipe(Path(recipe), changes, layout), RankEnvironment(rank, world_size, rank), StopRequest())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["dp_shard=2,zero_stage=3", "dp_shard=2,zero_stage=1", "tp=2", "dp_replicate=2"])
+def test_in_bf16_frozen_and_trained_weights_of_two_precisions_train_together(
+    ranks: RankPool, recipe: Path, tmp_path: Path, layout: str
+) -> None:
+    ranks.run(1, losses_in_bf16, str(recipe), str(tmp_path / "one"), "dp_replicate=1")
+    ranks.run(2, losses_in_bf16, str(recipe), str(tmp_path / "two"), layout)
+    one, two = (surviving_steps(read_events(tmp_path / name)) for name in ("one", "two"))
+    assert len(two) == 3
+    for step, other in zip(two, one, strict=True):
+        assert step.loss == pytest.approx(other.loss, rel=5e-3), step.step
 
 
 def test_another_base_is_refused(run: Path, recipe: Path) -> None:

@@ -271,7 +271,7 @@ class ParallelModel:
         if self.mesh is None:
             assert tensor is not None
             return tensor
-        # Of bytes, too, numbers are put together. Every rank has some parameter in the widest precision, whatever else has fewer bits.
+        # Of bytes, too, numbers are put together. Every rank has some parameter in the widest precision.
         dtype = max((p.dtype for p in self._parameters.values() if p.is_floating_point()), key=lambda dtype: dtype.itemsize)
         whole = torch.zeros(described.shape, dtype=dtype, device=self.device)
         counts = self._here["pp"] == described.stages[0] and not any(self._here[axis] for axis in described.copy_axes)
