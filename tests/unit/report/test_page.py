@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.errors import InputError
 from shardwright.report.page import render_page
 from shardwright.report.runs import load_runs, summarise
 from shardwright.telemetry.events import FILE_NAME, Evaluation, Warned
@@ -241,6 +242,32 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     page = html.unescape(render(run))
     assert "1 lines of" in page
     assert "the last line has no end" in page
+
+
+def test_what_a_newer_version_wrote_is_shown_as_far_as_it_is_understood(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5)
+    newer = (run / FILE_NAME).read_text().replace('"schema_version": 1', '"schema_version": 7')
+    (run / FILE_NAME).write_text(newer + '{"schema_version": 7, "kind": "unheard_of"}\n')
+    page = html.unescape(render(run))
+    assert "a newer shardwright's (schema 7, this one knows 1)" in page
+    assert "1 events of unknown kind `unheard_of`" in page
+    assert 'id="loss"' in page
+
+
+@pytest.mark.parametrize("content", [None, "", "garbage\n", "{half a li"], ids=["no file", "empty", "garbage", "torn"])
+def test_a_folder_without_events_makes_a_page_with_a_note(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / FILE_NAME).write_text(content)
+    page = render(tmp_path)
+    Balanced().feed(page)
+    assert "there are no events to show yet" in page or "holds no event that can be read yet" in page
+    json.dumps(summarise(load_runs([tmp_path])[0]), allow_nan=False)
+    assert render(tmp_path, write_run(tmp_path / "whole", 3))  # beside one that has some
+
+
+def test_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no events to read"):
+        load_runs([tmp_path / "mistyped"])
 
 
 def test_the_summary_holds_the_numbers(eventful: Path) -> None:

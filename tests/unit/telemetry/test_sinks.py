@@ -16,7 +16,7 @@ import pytest
 
 from shardwright.errors import InputError
 from shardwright.telemetry.events import MEASUREMENTS, Event, EventWriter, Resumed, RunFinished, Step, Warned, read_events
-from shardwright.telemetry.exporters import TensorBoard, WeightsAndBiases, open_exporter, scalars_of
+from shardwright.telemetry.exporters import MLflow, TensorBoard, WeightsAndBiases, open_exporter, scalars_of
 from shardwright.telemetry.meter import Progress
 from shardwright.telemetry.sinks import LogFile, PlainLines, RankedErrors, describe
 from shardwright.telemetry.speaker import Speaker, open_speaker
@@ -238,6 +238,55 @@ def test_weights_and_biases_gets_a_run_that_can_be_resumed(tmp_path: Path, monke
     assert calls["log"][0]["train/loss"] == 2.5
     assert calls["exit_code"] == 0
     assert run.summary["final_loss"] == 2.0
+
+
+def test_mlflow_gets_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[str, list[Any]] = {"created": [], "batches": [], "updated": [], "ended": [], "uris": []}
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            calls["uris"].append(tracking_uri)
+
+        def get_experiment_by_name(self, name: str) -> None:
+            return None
+
+        def create_experiment(self, name: str) -> str:
+            return f"id of {name}"
+
+        def create_run(self, experiment_id: str, run_name: str) -> SimpleNamespace:
+            calls["created"].append((experiment_id, run_name))
+            return SimpleNamespace(info=SimpleNamespace(run_id="abc"))
+
+        def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+            calls["batches"].append((run_id, list(metrics), list(params)))
+
+        def log_dict(self, run_id: str, told: dict[str, Any], name: str) -> None:
+            assert told["recipe"] == {"seed": 0}
+
+        def update_run(self, run_id: str, status: str) -> None:
+            calls["updated"].append((run_id, status))
+
+        def set_terminated(self, run_id: str, status: str) -> None:
+            calls["ended"].append((run_id, status))
+
+    tuples = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client, entities=tuples))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", tuples)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for _ in range(2):
+        sink = MLflow(tmp_path)
+        for event in ONE_OF_EACH:
+            sink.on_event(event)
+        sink.close()
+    assert calls["uris"] == [f"sqlite:///{tmp_path / 'mlflow.db'}"] * 2
+    assert calls["created"] == [("id of shardwright", "tiny")]
+    assert calls["updated"] == [("abc", "RUNNING")]
+    assert calls["ended"] == [("abc", "KILLED")] * 2
+    metrics = {metric[0]: metric for _, batch, _ in calls["batches"] for metric in batch}
+    assert metrics["train/loss"][1:] == (2.5, 0, 1)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(InputError, match=r"pip install 'shardwright\[mlflow\]'"):
+        open_exporter("mlflow", tmp_path)
 
 
 def test_what_is_none_is_no_scalar() -> None:
