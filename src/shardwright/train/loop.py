@@ -20,17 +20,20 @@ from shardwright.telemetry.meter import measure_throughput
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.evaluation import evaluate
 from shardwright.train.experts import ExpertLoads, LoadWatch, read_loads
+from shardwright.train.folder import RunFolder
 from shardwright.train.forecast import Comparison, forecast
+from shardwright.train.measuring import RankMeter, RankStep
 from shardwright.train.meeting import Meeting
 from shardwright.train.preference import PreferenceNumbers, PreferenceObjective
 from shardwright.train.preflight import Checked
+from shardwright.train.profiling import ProfiledSteps
 from shardwright.train.ranks import RankEnvironment
 from shardwright.train.replicas import differing_replicas
 from shardwright.train.rollback import SpikeWatch
 from shardwright.train.saving import Saver
 from shardwright.train.setup import TrainState
 from shardwright.train.signals import StopRequest
-from shardwright.train.step import StepTimes, accumulate_gradients, update
+from shardwright.train.step import accumulate_gradients, update
 from shardwright.train.stragglers import watch_for_slow_ranks
 from shardwright.train.watchdog import Vigil
 
@@ -44,10 +47,8 @@ class StepDone:
     skipped: bool
     learning_rate: float
     supervised_tokens: int
-    data_seconds: float
-    step_seconds: float
-    parts: dict[str, float]
-    """Seconds by `StepTimes`' parts."""
+    times: RankStep
+    """Of this rank."""
     experts: ExpertLoads | None
     """Of a sparse model."""
     preference: PreferenceNumbers | None = None
@@ -74,7 +75,9 @@ class Loop:
         self.order = SampleOrder(self.checked.recipe.seed, len(data.train))
         self.flops_per_token = self.checked.shape.flops_per_token(plan.batch.sequence_length)
         self.matmul_flops_per_second = measure_matmul_flops_per_second(self.device, dtypes(plan.precision).compute)
-        self.times = StepTimes(self.device)
+        profile = RunFolder.of(self.checked.recipe).path / "profile"
+        profiled = ProfiledSteps(profile, self.checked.recipe.run.profile_steps, self.device, self.ranks.rank)
+        self.meter = RankMeter(self.state, self.device, self.meeting, plan.batch.gradient_accumulation_steps, profiled)
         predicted = forecast(self.checked)
         self.comparison = None if predicted is None else Comparison(predicted)
         self.slow = watch_for_slow_ranks(self.checked.recipe.watchdog, RankGrid(plan.layout), self.ranks.world_size)
@@ -103,14 +106,17 @@ class Loop:
             self.vigil.begin("step", state.step)
             done = self._step()
             state.step += 1
-            minutes = self.meeting.hold(stop=bool(self.stop))
-            self.saver.poll()
+            minutes = self.meeting.hold(
+                stop=bool(self.stop), step_seconds=done.times.step_seconds, own_seconds=done.times.own_seconds
+            )
+            with self.meter.checkpointing():
+                self.saver.poll()
             self._tell_step(done, minutes.memory_bytes)
             if self.slow is not None and (named := self.slow.observe(minutes.own_seconds)) and self.ranks.speaks:
                 self.speaker.write("warning", step=state.step, message=named)
             if self.comparison is not None:
                 # A CPU's resident memory is not the tensors', which are what is predicted.
-                self.comparison.add(done.step_seconds, minutes.memory_bytes if self.device.type == "cuda" else ())
+                self.comparison.add(done.times.step_seconds, minutes.memory_bytes if self.device.type == "cuda" else ())
             if self._went_back(done):
                 continue
             at_end, stop = state.step == total_steps, minutes.stop
@@ -125,7 +131,8 @@ class Loop:
             self._check_replicas(saves)
             if saves:
                 self.vigil.begin("save", state.step)
-                self.saver.save(best=improved, last=at_end or stop)
+                with self.meter.checkpointing():
+                    self.saver.save(best=improved, last=at_end or stop)
             if stop and not at_end:
                 reason = self.stop.name or "a signal to another rank"
                 self.speaker.write("preempted", step=state.step, reason=reason)
@@ -150,41 +157,31 @@ class Loop:
         micro_batches = step_micro_batches(checked.data.train, self.order, batch, state.step + state.steps_left_out, self.data_rank)
         data_seconds = time.perf_counter() - began
         learning_rate = learning_rate_at(state.step, recipe.training, checked.total_steps, batch.global_batch_size)
-        loss = accumulate_gradients(
-            state.model,
-            micro_batches,
-            seed=recipe.seed,
-            step=state.step,
-            loss_scale=1.0 if state.scaler is None else state.scaler.scale,
-            times=self.times,
-            objective=state.objective,
-        )
-        updated = update(
-            state.model,
-            state.optimizer,
-            learning_rate=learning_rate,
-            max_grad_norm=recipe.training.max_grad_norm,
-            scaler=state.scaler,
-            routers=loss.routers,
-            times=self.times,
-        )
+        with self.meter.step():
+            loss = accumulate_gradients(
+                state.model,
+                micro_batches,
+                seed=recipe.seed,
+                step=state.step,
+                loss_scale=1.0 if state.scaler is None else state.scaler.scale,
+                times=self.meter.times,
+                objective=state.objective,
+            )
+            self.meter.note_gradients()
+            updated = update(
+                state.model,
+                state.optimizer,
+                learning_rate=learning_rate,
+                max_grad_norm=recipe.training.max_grad_norm,
+                scaler=state.scaler,
+                routers=loss.routers,
+                times=self.meter.times,
+            )
         mean, supervised = loss.mean(), int(loss.supervised_tokens)
-        parts = self.times.seconds()  # waits for the device: the optimizer's kernels are this step's time
-        step_seconds = time.perf_counter() - began
+        times = self.meter.read(began, data_seconds)  # waits for the device: the optimizer's kernels are this step's time
         experts = None if loss.routers is None else read_loads(loss.routers, checked.shape, batch.global_batch_size)
         preference = state.objective.take() if isinstance(state.objective, PreferenceObjective) else None
-        return StepDone(
-            mean,
-            updated.gradient_norm,
-            updated.skipped,
-            learning_rate,
-            supervised,
-            data_seconds,
-            step_seconds,
-            parts,
-            experts,
-            preference,
-        )
+        return StepDone(mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, times, experts, preference)
 
     def _went_back(self, done: StepDone) -> bool:
         """Whether this step was one to go back from, and there was somewhere to go; every rank comes to the same answer."""
@@ -231,7 +228,7 @@ class Loop:
         plan, step = self.checked.plan, self.state.step
         throughput = measure_throughput(
             plan.batch.global_batch_tokens,
-            done.step_seconds,
+            done.times.step_seconds,
             world_size=self.ranks.world_size,
             flops_per_token=self.flops_per_token,
             matmul_flops_per_second=self.matmul_flops_per_second,
@@ -245,21 +242,19 @@ class Loop:
             tokens=plan.batch.global_batch_tokens,
             supervised_tokens=done.supervised_tokens,
             samples_seen=(step + self.state.steps_left_out) * plan.batch.global_batch_size,
-            step_seconds=done.step_seconds,
+            step_seconds=done.times.step_seconds,
             tokens_per_second=throughput.tokens_per_second,
             model_flops_per_second=throughput.model_flops_per_second,
             mfu=throughput.mfu,
             memory_bytes=memory_bytes,
-            data_seconds=done.data_seconds,
-            forward_seconds=done.parts["forward"],
-            backward_seconds=done.parts["backward"],
-            reduction_seconds=done.parts["reduction"],
-            waiting_seconds=done.parts.get("waiting"),
-            optimizer_seconds=done.parts["optimizer"],
+            waiting_seconds=done.times.parts.get("waiting"),
+            **{f"{part}_seconds": done.times.parts[part] for part in ("data", "forward", "backward", "reduction", "optimizer")},
             loss_scale=None if self.state.scaler is None else self.state.scaler.scale,
             **({} if done.experts is None else self._tell_experts(done.experts)),
             **({} if done.preference is None else asdict(done.preference)),
         )
+        log_every = self.checked.recipe.run.log_every_steps
+        self.meter.tell(self.speaker, step, done.times, log_every_steps=log_every, total_steps=self.checked.total_steps)
 
     def _tell_experts(self, loads: ExpertLoads) -> dict[str, Any]:
         """The step event's fields of a sparse model; names an overloaded expert."""

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from shardwright.errors import OutOfMemory
+from shardwright.train.folder import RunFolder
 from shardwright.train.forecast import forecast_memory
 from shardwright.train.outcome import first_line
 from shardwright.train.preflight import Checked
+from shardwright.train.remedy import cheapest_fit, save_snapshot
 from shardwright.units import format_bytes
 
 _SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "std::bad_alloc", "can't start new thread")
@@ -32,9 +34,10 @@ def telling_of_memory(checked: Checked, rank: int, device: torch.device) -> Iter
         if not is_want_of_memory(error):
             raise
         told = first_line(str(error)) or type(error).__name__
+        snapshot = save_snapshot(RunFolder.of(checked.recipe).path, rank, device)
         raise OutOfMemory(
-            f"rank {rank} ran out of memory ({told}). {_predicted(checked)}; {_held(device)}. "
-            "Smaller training.micro_batch_size, recompute: full, or more sharding (layout) take less"
+            f"rank {rank} ran out of memory ({told}). {_predicted(checked)}; {_held(device)}. {cheapest_fit(checked)}"
+            + (f". What lay in its memory: {snapshot}" if snapshot else "")
         ) from error
 
 
