@@ -1,8 +1,8 @@
 """Fit the planner's efficiencies to published measurements, and say how well they predict rows that they were not fitted on.
 
-    python benchmarks/fit_planner.py --published FOLDER score            errors with the efficiencies that are in the package
-    python benchmarks/fit_planner.py --published FOLDER fit              fit, and write planner/efficiencies.yaml
-    python benchmarks/fit_planner.py --published FOLDER validate         fit without a source and predict it, source by source
+    python -m benchmarks.fit_planner --published FOLDER score            errors with the efficiencies that are in the package
+    python -m benchmarks.fit_planner --published FOLDER fit              fit, and write planner/efficiencies.yaml
+    python -m benchmarks.fit_planner --published FOLDER validate         fit without a source and predict it, source by source
 
 FOLDER (default: $SHARDWRIGHT_PUBLISHED) holds measurements.csv and failures.csv. Every parameter has a cause that a person can
 name: what an accelerator achieves, or how a trainer behaves; none belongs to a row or to a model. The search is by coordinates:
@@ -19,10 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from benchmarks.planner_parameters import PARAMETERS, START, Parameter
 from shardwright.planner import achieved
 from shardwright.planner.achieved import Efficiencies, load_efficiencies
 from shardwright.planner.measurements import Case, configuration, read_case, read_rows
@@ -32,31 +32,6 @@ from shardwright.units import GIB_BYTES
 FACTORS = (1.15, 1.08, 1.04)
 MOST_ROWS = 100
 """Rows of one source that the search looks at, and no more than half: the others are held out."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One number of `efficiencies.yaml`; `precision` for an entry of `matmul_share_by_precision`."""
-
-    section: str
-    name: str
-    field: str
-    low: float
-    high: float
-    precision: str = ""
-
-    def get(self, efficiencies: Efficiencies, default: float) -> float:
-        entry = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
-        if self.precision:
-            entry = (entry or {}).get(self.precision)
-        return default if entry is None else float(entry)
-
-    def put(self, efficiencies: Efficiencies, value: float) -> Efficiencies:
-        stored: Any = float(f"{min(max(value, self.low), self.high):.4g}")
-        if self.precision:
-            entry = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field) or {}
-            stored = {**entry, self.precision: stored}
-        return efficiencies.with_value(self.section, self.name, self.field, stored)
 
 
 @dataclass(frozen=True)
@@ -254,16 +229,37 @@ def by_source(rows: Iterable[Row], efficiencies: Efficiencies) -> dict[str, list
     return found
 
 
-def validate(rows: list[Row], parameters: Sequence[Parameter], passes: int, sources: Iterable[str] = ()) -> None:
-    """Errors on a source of which no row was looked at, a source at a time; what is found is printed as it comes."""
+def validate(rows: list[Row], passes: int, sources: Iterable[str], *, everything: bool) -> None:
+    """Errors on a source of which no row was looked at, a source at a time; what is found is printed as it comes.
+
+    What the held-out source reads is forgotten and fitted again to the others, as far as they read it too; `everything` forgets and
+    fits all numbers, which takes hours. Without it the others keep the numbers that they alone read, in whose fit the held-out rows
+    had a part through what both read.
+    """
     left_out = {}
     for source in sources or sorted({row.case.source for row in rows}):
-        fitted, _ = split(row for row in rows if row.case.source != source)
-        efficiencies = Search(fitted).run(START, parameters, passes)
-        found = by_source((row for row in rows if row.case.source == source), efficiencies)
-        show(f"{source} held out", found)
+        held_out = [row for row in rows if row.case.source == source]
+        read = {name for row in held_out for name in names_read(row.case)}
+        others, _ = split(row for row in rows if row.case.source != source)
+        parameters, start = PARAMETERS, START
+        if not everything:
+            others = [row for row in others if read.intersection(names_read(row.case))]
+            parameters = tuple(parameter for parameter in PARAMETERS if (parameter.section, parameter.name) in read)
+            start = forget(load_efficiencies(), read)
+        found = by_source(held_out, Search(others).run(start, parameters, passes))
+        show(f"{source} held out: {len(others)} rows of others tell of what it reads", found)
         left_out |= found
     show("A whole source held out", left_out)
+
+
+def forget(efficiencies: Efficiencies, names: Iterable[tuple[str, str]]) -> Efficiencies:
+    """The efficiencies with some entries as every fit begins with them."""
+    sections = {section: dict(entries) for section, entries in efficiencies.sections.items()}
+    for section, name in names:
+        sections.setdefault(section, {}).pop(name, None)
+        if name in START.sections.get(section, {}):
+            sections[section][name] = START.sections[section][name]
+    return Efficiencies(sections)
 
 
 PACKAGED = Path(achieved.__file__).with_name("efficiencies.yaml")
@@ -284,6 +280,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=8)
     parser.add_argument("--source", action="append", help="only rows of these sources; to validate: hold out only these")
     parser.add_argument("--out", type=Path, default=PACKAGED, help="what `fit` writes, after each pass")
+    parser.add_argument("--everything", action="store_true", help="validate: fit every number anew for each source")
     parser.add_argument("--from-defaults", action="store_true", help="begin at the defaults, not at the package's numbers")
     parser.add_argument("what", choices=("score", "fit", "validate"))
     options = parser.parse_args()
@@ -291,7 +288,7 @@ def main() -> None:
         parser.error("say where the published measurements are: --published FOLDER, or SHARDWRIGHT_PUBLISHED")
     every = load_rows(options.published)
     if options.what == "validate":
-        validate(every, PARAMETERS, options.passes, options.source or ())
+        validate(every, options.passes, options.source or (), everything=options.everything)
         return
     rows = [row for row in every if not options.source or row.case.source in options.source]
     efficiencies = START if options.from_defaults else load_efficiencies()
@@ -301,112 +298,6 @@ def main() -> None:
     show("Rows that were fitted", by_source(fitted, efficiencies))
     show("Rows that were held out", by_source(held_out, efficiencies))
 
-
-GPU_FIELDS = {
-    "matmul_share": (0.3, 0.95),
-    "m_half": (64, 300),
-    "attention_forward_share": (0.3, 0.75),
-    "attention_backward_share": (0.25, 0.65),
-    "memory_share": (0.6, 0.92),
-    "intra_share": (0.4, 0.92),
-    "inter_share": (0.2, 0.92),
-}
-"""What an accelerator and its links achieve, with the bounds of the search."""
-
-TRAINER_FIELDS = {
-    "host_seconds": (1e-6, 1e-3),
-    "bytes_share": (0.4, 3.0),
-    "data_overlap": (0.01, 1.0),
-    "tensor_overlap": (0.01, 0.9),
-    "step_seconds": (1e-3, 0.5),
-    "straggler_share": (1e-4, 0.2),
-    "reserve_share": (1e-3, 0.6),
-    "reserve_bytes": (1e7, 8e9),
-}
-"""How a trainer keeps its device busy, and what its allocator holds."""
-
-TRAINERS = ("nanotron", "megatron-core", "megatron-lm", "megatron-deepspeed", "aleph", "llm-foundry", "torchtitan", "litgpt")
-OTHERS = (
-    # The 500 W of one cluster, and a B200 that is kept below its power.
-    Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share", 0.1, 0.98),
-    Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
-    Parameter("features", "power_limited", "matmul_share", 0.1, 0.98),
-    Parameter("features", "power_limited", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
-    # Hosts differ with the machine: Grace starts operations more slowly than x86.
-    *(
-        Parameter("accelerators", name, "host_seconds", 2e-6, 6e-5)
-        for name in ("Hopper", "B200-180GB-SXM", "B300-270GB-SXM", "GB200-186GB", "GB300-279GB")
-    ),
-    # Sparse layers, by release of NeMo: grouped products, permutation and graphs came one after another.
-    Parameter("frameworks", "megatron-core", "sparse_operations", 1.0, 6.0),
-    *(Parameter("features", f"nemo-{release}", "sparse_operations", 1.0, 25.0) for release in ("25.09", "25.11", "26.02")),
-    Parameter("frameworks", "megatron-core", "expert_overlap", 0.01, 0.95),
-    Parameter("frameworks", "megatron-core", "expert_share", 0.3, 1.0),
-    *(
-        Parameter("features", f"nemo-{release}", "expert_share", 0.3, 1.0)
-        for release in ("25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
-    ),
-    # The kernels of 2023 on the first H100.
-    Parameter("features", "llm-foundry on Hopper", "matmul_share", 0.3, 0.95),
-    Parameter("features", "llm-foundry on Hopper", "matmul_share_by_precision", 0.1, 0.95, "fp8"),
-    Parameter("features", "llm-foundry on Hopper", "attention_forward_share", 0.15, 0.75),
-    Parameter("features", "llm-foundry on Hopper", "attention_backward_share", 0.1, 0.65),
-    # PyTorch's attention on Hopper is FlashAttention-2; NeMo's is cuDNN's, which was written for it.
-    Parameter("features", "torchtitan on Hopper", "attention_forward_share", 0.15, 0.75),
-    Parameter("features", "torchtitan on Hopper", "attention_backward_share", 0.1, 0.65),
-    # Attention with sinks has no kernel as good as plain attention's.
-    Parameter("features", "attention_sinks", "attention_forward_share", 0.02, 0.75),
-    Parameter("features", "attention_sinks", "attention_backward_share", 0.02, 0.65),
-    # Asynchronous tensor parallelism, and scaling by row, which costs more than by tensor.
-    Parameter("features", "async_tp", "tensor_overlap", 0.01, 0.99),
-    Parameter("features", "rowwise", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
-    # Attention kernels that aleph-layouts compares, and a fused norm beside them.
-    *(
-        Parameter("features", kernel, field, low, high)
-        for kernel in ("flash_attention2", "flash_attentionv1.0.8", "flash_attention2 + RMS kernel", "fused", "torch")
-        for field, low, high in (
-            ("attention_forward_share", 0.2, 0.75),
-            ("attention_backward_share", 0.15, 0.65),
-            ("bytes_share", 0.4, 4.0),
-        )
-    ),
-    # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
-    Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
-    Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
-    # nanotron's cluster: rings over EFA, alone and beside a pipeline, and what a micro-batch waits on 512 GPUs.
-    Parameter("frameworks", "nanotron", "hop_seconds", 1e-6, 1e-3),
-    Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 1e-6, 5e-3),
-    Parameter("frameworks", "nanotron", "congestion_seconds", 1e-3, 5.0),
-    Parameter("frameworks", "nanotron", "collective_seconds", 2e-6, 5e-2),
-)
-
-
-def _parameters() -> tuple[Parameter, ...]:
-    found = []
-    for generation in ("Volta", "Ampere", "Hopper", "Blackwell", "Blackwell Ultra"):
-        found += [Parameter("accelerators", generation, field, low, high) for field, (low, high) in GPU_FIELDS.items()]
-        for precision in ("fp8", "nvfp4") if generation in ("Hopper", "Blackwell", "Blackwell Ultra") else ():
-            found.append(Parameter("accelerators", generation, "matmul_share_by_precision", 0.1, 0.98, precision))
-    for trainer in TRAINERS:
-        found += [
-            Parameter("frameworks", trainer, field, low, high)
-            for field, (low, high) in TRAINER_FIELDS.items()
-            if (trainer, field) != ("megatron-core", "host_seconds")
-        ]
-    return (*found, *OTHERS)
-
-
-PARAMETERS = _parameters()
-NANOTRON = {
-    "congested_gpus": 512,
-    "congestion_seconds": 0.8,
-    "pipelined_hop_seconds": 3e-4,
-    "hop_seconds": 5e-5,
-    "host_seconds": 7e-5,
-}
-LATENT = {"latent_experts": {"expert_overlap": 0.75}}  # three quarters of the traffic that the shape would have are not sent
-START = Efficiencies({"accelerators": {}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT})
-"""Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""
 
 if __name__ == "__main__":
     main()

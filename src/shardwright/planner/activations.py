@@ -110,12 +110,13 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
     gradients = max(inner_gradients, attention.gradients) + 2 * residual
     if candidate.recompute == "none":
         return LayerActivations(plain, 0.0, gradients)
+    # The block's input is what is kept in any case.
     if candidate.recompute == "full":
-        return LayerActivations(residual, plain, gradients)
+        return LayerActivations(residual, plain - residual, gradients)
     # Selective: the block's input, results of products, attention's output; each branch ends in a product over the residual stream.
     share = engine.selective_share
     kept = residual + share * (attention.products + inner_products + 2 * _branch_output(candidate, facts))
-    return LayerActivations(kept, max(0.0, plain - share * (attention.products + inner_products)), gradients)
+    return LayerActivations(kept, max(0.0, plain - residual - share * (attention.products + inner_products)), gradients)
 
 
 def stage_ends(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:

@@ -31,7 +31,7 @@ Adafactor's two vectors per matrix are not counted, nor what Muon's embeddings a
 class Adapter:
     """Low-rank adapters beside frozen weights: `rank` columns in and out of each matrix of `roles`.
 
-    `quantised` holds the frozen matrices in NF4: 4 bits, and one byte per block of 64 for its scale (QLoRA, arXiv 2305.14314).
+    `quantised` holds the frozen matrices of the blocks in NF4 (QLoRA, arXiv 2305.14314).
     """
 
     rank: int
@@ -58,6 +58,8 @@ class Engine:
     """Of parameters gathered by zero_stage 3, sent and held; None: the compute precision's."""
     reduce_bytes: float | None = None
     """Of gradients on the wire; None: fp32, or 2 with `precision.reduce_dtype: bf16`."""
+    nf4_bytes: float = 0.5 + 4.0 / 64
+    """Per element of a frozen matrix in NF4: 4 bits, and an fp32 scale per block of 64."""
     casts_at_use: bool = True
     """Replicated weights are cast to the compute precision at each use, and the copies are kept for the backward pass."""
     whole_gradients: bool = False

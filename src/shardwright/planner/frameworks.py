@@ -110,6 +110,7 @@ FRAMEWORKS: dict[str, Framework] = {
             gated_tensors=4.0,
             norm_tensors=3.0,
             loads_whole=True,
+            nf4_bytes=0.5 + 1.0 / 64 + 4.0 / (64 * 256),  # its scales are quantised, too: 8 bits, and an fp32 one per 256 of them
         ),
         zero_stage=3,
         recompute_of_shards="full",

@@ -20,9 +20,6 @@ from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import Held, ModelFacts
 from shardwright.planner.prediction import MemoryParts
 
-NF4_BYTES = 0.5 + 1.0 / 64 + 4.0 / (64 * 256)
-"""Per element of a matrix in NF4 with double quantisation: 4 bits, an 8-bit scale per 64, an fp32 scale per 256 of those."""
-
 
 @dataclass(frozen=True)
 class StageLoad:
@@ -45,7 +42,11 @@ class _Standing:
 
     weights: float
     gradients: float
-    """When they are whole (or sharded, as the stage has it)."""
+    """What accumulates from micro-batch to micro-batch: whole, or sharded, as the stage has it."""
+    reduced: float
+    """The rank's shard of their sum, beside whole ones that it was made from."""
+    updated: float
+    """What the update reads of them."""
     optimizer: float
     held: Held
     trained: Held
@@ -57,7 +58,7 @@ def predict_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad, eff
     moments = (
         _at_loss(facts, candidate, load, standing, live),
         _at_backward(facts, candidate, load, standing, live),
-        MemoryParts(weights=standing.weights, optimizer=standing.optimizer, gradients=standing.gradients),
+        MemoryParts(weights=standing.weights, optimizer=standing.optimizer, gradients=standing.updated),
     )
     peak = max(moments, key=lambda parts: parts.total)
     driver = efficiency.context_bytes + efficiency.communicator_bytes * _num_groups(candidate)
@@ -65,9 +66,14 @@ def predict_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad, eff
 
 
 def least_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Bytes that no choice of micro batch, recompute or schedule can save: what stands between steps."""
+    """Bytes beside the activations that are kept at the loss, which no choice of micro batch, recompute or schedule can save."""
     standing = _standing(facts, candidate, load)
-    return standing.weights + standing.optimizer + standing.gradients
+    return standing.weights + standing.optimizer + _gradients_at_loss(candidate, standing)
+
+
+def updated_gradients(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Bytes of gradients that a step's backward passes leave for the update."""
+    return _standing(facts, candidate, load).updated
 
 
 def least_activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
@@ -101,14 +107,15 @@ def adapter_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -
     assert adapter is not None
     total = Held()
     for kind, count in zip(facts.kinds, load.layers, strict=True):
-        for product in kind.products:
+        for product in (*kind.products, *kind.expert_products):
             if product.role not in adapter.roles:
                 continue
             num_in = product.num_in / (layout.tp if product.cut == "rows" else 1)
             num_out = product.num_out / (layout.tp if product.cut == "columns" else 1)
             shards = layout.fsdp if layout.zero_stage >= 1 else 1
             shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
-            total = total.plus(Held(adapter.rank * (num_in + num_out), shard).times(count))
+            stacked = facts.shape.experts.num_experts / layout.ep if facts.shape.experts and product in kind.expert_products else 1
+            total = total.plus(Held(adapter.rank * (num_in + num_out), shard).times(count * stacked))
     return total
 
 
@@ -122,8 +129,9 @@ def _standing(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Stan
     whole_gradients = stage == 0 or (stage == 1 and (engine.whole_gradients or candidate.gradient_accumulation_steps > 1))
     whole_gradients = whole_gradients or (stage == 2 and engine.defers_stage_2 and candidate.gradient_accumulation_steps > 1)
     gradients = (trained.whole if whole_gradients else trained.shard) * gradient_bytes
-    if whole_gradients and stage >= 1 and engine.weight_bytes is None:
-        gradients += trained.shard * master  # the reduced shard, beside the whole ones that it was made from
+    apart = whole_gradients and stage >= 1 and engine.weight_bytes is None
+    reduced = trained.shard * master if apart else 0.0
+    updated = reduced or gradients
     state = STATE_BYTES[candidate.optimizer] * (2 if master == 8 else 1)
     optimizer = (state + engine.master_bytes) * trained.shard
     if layout.zero_stage == 0:
@@ -131,14 +139,15 @@ def _standing(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Stan
     if candidate.offload == "optimizer":
         optimizer = 0.0
     elif candidate.offload == "parameters":
-        weights, optimizer, gradients = 0.0, 0.0, 0.0
-    return _Standing(weights, gradients, optimizer, held, trained)
+        weights, optimizer, gradients, reduced, updated = 0.0, 0.0, 0.0, 0.0, 0.0
+    return _Standing(weights, gradients, reduced, updated, optimizer, held, trained)
 
 
 def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Held, trained: Held) -> float:
     engine, layout = candidate.engine, candidate.layout
     if candidate.adapter is not None:
-        elements = held.shard if layout.zero_stage == 3 else held.whole
+        # Frozen weights are held in the compute precision; ours are FSDP2's from stage 1 on, as all parameters are.
+        elements = held.shard if layout.zero_stage >= (1 if engine.weight_bytes is None else 3) else held.whole
         size = float(candidate.activation_bytes)
         frozen = elements * size
         if candidate.engine.loads_whole and layout.zero_stage == 3:
@@ -150,7 +159,7 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
                 whole = [product for product in kind.products if product.role in candidate.adapter.unquantised]
                 matrices -= count * sum(product.num_in * product.num_out for product in whole) / layout.tp
             matrices *= elements / held.whole
-            frozen = (elements - matrices) * size + matrices * NF4_BYTES
+            frozen = (elements - matrices) * size + matrices * engine.nf4_bytes
         return frozen + (trained.shard if layout.zero_stage >= 1 else trained.whole) * candidate.master_bytes
     if engine.weight_bytes is None:
         return (held.shard if layout.zero_stage >= 1 else held.whole) * candidate.master_bytes
@@ -194,11 +203,11 @@ def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing
         return groups * _group_elements(facts, candidate, load) * size + (
             _root_elements(facts, candidate, load) * size if root else 0
         )
-    if candidate.adapter is not None or candidate.engine.weight_bytes is not None:
+    if candidate.engine.weight_bytes is not None:
         return 0.0
     if sharded:
         return standing.held.whole * size
-    if not candidate.engine.casts_at_use or size == candidate.master_bytes:
+    if not candidate.engine.casts_at_use or size == candidate.master_bytes or candidate.adapter is not None:
         return 0.0
     # Casts are kept for the backward pass with the activations of the layer that made them, once per micro-batch in flight; under
     # full recompute only those of one layer exist.
@@ -209,18 +218,19 @@ def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing
 
 
 class _Live(NamedTuple):
-    """Bytes of activations: of one pass through the rank's layers, of tables that all layers share; of the largest layer, what
-    it keeps, what is rebuilt of it and what its gradients take."""
+    """Bytes of activations: of one pass through the rank's layers, of tables that all layers share, of messages that a pipeline
+    waits for; of the largest layer, what it keeps, what is rebuilt of it and what its gradients take."""
 
     per_pass: float
     tables: float
+    messages: float
     largest: float
     rebuilt: float
     gradients: float
 
     def kept(self, in_flight: float) -> float:
         """By so many passes."""
-        return in_flight * self.per_pass + self.tables * max(1.0, in_flight)
+        return in_flight * self.per_pass + self.tables * max(1.0, in_flight) + self.messages
 
 
 def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Live:
@@ -233,10 +243,13 @@ def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _L
             rebuilt, gradients = max(rebuilt, layer.rebuilt), max(gradients, layer.gradients)
     at_start, at_end = stage_ends(facts, candidate)
     ends = (at_start if load.embedding else 0.0) + (at_end if load.head else 0.0)
+    messages = 0.0
     if candidate.layout.pp > 1:
-        # A stage's output is kept until its gradient comes back.
-        ends += (load.num_stages - load.head) * residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
-    return _Live(kept + ends, shared_tables(facts, candidate), largest, rebuilt, gradients)
+        # A stage's output is kept until its gradient comes back; a receive is posted before it is needed.
+        message = residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+        ends += (load.num_stages - load.head) * message
+        messages = load.num_stages * message
+    return _Live(kept + ends, shared_tables(facts, candidate), messages, largest, rebuilt, gradients)
 
 
 def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
@@ -259,25 +272,47 @@ def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     if size == wide:
         per_logit = 2 * wide
     made = weight * (wide + (size if size != wide else 0))
-    return chunk * vocab * per_logit + hidden_gradient + made, hidden_gradient + weight * (wide + size)
+    # Later the hidden states' gradient has become that of the last layer's output, which is counted there.
+    sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
+    return chunk * vocab * per_logit + hidden_gradient + made, weight * (size if sharded else wide)
 
 
 def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, live: _Live) -> MemoryParts:
-    """Either the loss with its logits, or the first layer of the backward pass."""
+    """The loss with its logits, the first layer of the backward pass, or the first reduction, when that layer's are gone."""
+    layout = candidate.layout
     kept = live.kept(load.in_flight)
     logits, left = _logits(facts, candidate) if load.head else (0.0, 0.0)
-    sharded = candidate.layout.zero_stage >= 2 and candidate.layout.fsdp > 1
-    begun = candidate.gradient_accumulation_steps > 1 or sharded or _has_buckets(candidate) or candidate.engine.whole_gradients
-    backward = left + live.rebuilt + live.gradients > logits
-    return MemoryParts(
-        weights=standing.weights,
-        optimizer=standing.optimizer,
-        gradients=standing.gradients if begun else 0.0,
-        activations=kept + live.rebuilt + live.gradients if backward else kept,
-        logits=left if backward else logits,
-        gathered=_gathered(facts, candidate, load, standing, root=load.head and not backward),
-        workspaces=_reduction(candidate, _group_elements(facts, candidate, load)) if backward else 0.0,
-    )
+    gradients = _gradients_at_loss(candidate, standing)
+    moments = [(kept, logits, load.head, 0.0), (kept + live.rebuilt + live.gradients, left, False, 0.0)]
+    reduction = _reduction(candidate, _group_elements(facts, candidate, load))
+    if reduction:
+        reduced = min(layout.wrap_blocks, sum(load.layers))
+        others = kept - reduced * live.largest
+        moments.append((others, left, False, reduction))
+        # Beside the next group's backward pass, which under recompute makes more than the last one has let go.
+        summed = _in_flight(candidate, _group_elements(facts, candidate, load))
+        moments.append((others + live.rebuilt + live.gradients, left, False, summed))
+    found = [
+        MemoryParts(
+            weights=standing.weights,
+            optimizer=standing.optimizer,
+            gradients=gradients,
+            activations=activations,
+            logits=at_head,
+            gathered=_gathered(facts, candidate, load, standing, root=root),
+            workspaces=workspaces,
+        )
+        for activations, at_head, root, workspaces in moments
+    ]
+    return max(found, key=lambda parts: parts.total)
+
+
+def _gradients_at_loss(candidate: Candidate, standing: _Standing) -> float:
+    """Those of earlier micro-batches, and buffers that live as long as the run."""
+    several, buckets = candidate.gradient_accumulation_steps > 1, _has_buckets(candidate)
+    if several and buckets and candidate.engine.weight_bytes is None:
+        return 2.0 * standing.gradients  # DDP sums the earlier micro-batches outside of its buckets
+    return standing.gradients if several or buckets or candidate.engine.whole_gradients else 0.0
 
 
 def _has_buckets(candidate: Candidate) -> bool:
@@ -297,19 +332,26 @@ def _reduction(candidate: Candidate, elements: float) -> float:
     return 0.0
 
 
+def _in_flight(candidate: Candidate, elements: float) -> float:
+    """Bytes of a group's gradients that are being summed, their own copy gone."""
+    sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1 and candidate.adapter is None
+    return elements * _reduce_size(candidate) if sharded else _reduction(candidate, elements)
+
+
 def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, live: _Live) -> MemoryParts:
     """The end of the last backward pass of the steady state: one pass less in flight, the embedding's gradient being made."""
     kept = live.kept(max(0.0, load.in_flight - 1.0))
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
-    largest_group = max(_root_elements(facts, candidate, load), _group_elements(facts, candidate, load))
-    workspaces = _reduction(candidate, largest_group)
+    # The group before is still being summed while this layer runs backward; its own gradients come as its activations go.
+    workspaces = _in_flight(candidate, _group_elements(facts, candidate, load))
+    workspaces = max(workspaces, _reduction(candidate, _root_elements(facts, candidate, load)) - live.largest)
     if not sharded and candidate.adapter is None and candidate.gradient_accumulation_steps > 1 and load.embedding:
         # What is added to a gradient that is there already is made first.
         workspaces += facts.held(candidate.layout).embedding.whole * candidate.master_bytes
     return MemoryParts(
         weights=standing.weights,
         optimizer=standing.optimizer,
-        gradients=standing.gradients,
+        gradients=standing.gradients + standing.reduced,
         activations=kept + live.rebuilt + live.gradients + live.largest,
         gathered=_gathered(facts, candidate, load, standing, root=False),
         workspaces=workspaces,

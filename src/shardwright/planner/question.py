@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture.targets import with_adapters
 from shardwright.config.schema import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
@@ -50,13 +51,23 @@ def template_of(
         sequence_length=training.sequence_length,
         precision=precision or recipe.precision.kind,
         optimizer=optimizer or _optimizer(recipe.optimizer),
-        adapter=adapter,
+        adapter=adapter or adapter_of(recipe),
         reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         compile=recipe.model.compile,
         flash_attention=recipe.model.attention != "explicit",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,
     )
+
+
+def adapter_of(recipe: Recipe) -> Adapter | None:
+    """The recipe's own adapters: their rank, and the roles of the matrices that have one in any layer; None without any."""
+    if recipe.adapters is None:
+        return None
+    chosen = with_adapters(shape_of(recipe), recipe.adapters)
+    assert chosen.adapters is not None
+    roles = {spec.beside.role for spec in chosen.parameters() if spec.beside is not None}
+    return Adapter(chosen.adapters.rank, tuple(sorted(roles)), quantised=chosen.adapters.quantize is not None)
 
 
 def _optimizer(section: OptimizerSection) -> OptimizerKind:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks.fit_planner import PARAMETERS, Parameter, Row, Search, errors_of, names_read
+from benchmarks.fit_planner import Row, Search, errors_of, names_read
+from benchmarks.planner_parameters import PARAMETERS, Parameter
 
 from shardwright.planner.achieved import Efficiencies
 from shardwright.planner.measurements import configuration, read_case

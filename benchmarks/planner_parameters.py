@@ -1,0 +1,140 @@
+"""What of the planner's efficiencies is fitted, with bounds, and where every fit begins. Each number has a cause with a name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.planner.achieved import Efficiencies
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One number of `efficiencies.yaml`; `precision` for an entry of `matmul_share_by_precision`."""
+
+    section: str
+    name: str
+    field: str
+    low: float
+    high: float
+    precision: str = ""
+
+    def get(self, efficiencies: Efficiencies, default: float) -> float:
+        entry = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
+        if self.precision:
+            entry = (entry or {}).get(self.precision)
+        return default if entry is None else float(entry)
+
+    def put(self, efficiencies: Efficiencies, value: float) -> Efficiencies:
+        stored: Any = float(f"{min(max(value, self.low), self.high):.4g}")
+        if self.precision:
+            entry = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field) or {}
+            stored = {**entry, self.precision: stored}
+        return efficiencies.with_value(self.section, self.name, self.field, stored)
+
+
+GPU_FIELDS = {
+    "matmul_share": (0.3, 0.95),
+    "m_half": (64, 300),
+    "attention_forward_share": (0.3, 0.75),
+    "attention_backward_share": (0.25, 0.65),
+    "memory_share": (0.6, 0.92),
+    "intra_share": (0.4, 0.92),
+    "inter_share": (0.2, 0.92),
+}
+"""What an accelerator and its links achieve, with the bounds of the search."""
+
+TRAINER_FIELDS = {
+    "host_seconds": (1e-6, 1e-3),
+    "bytes_share": (0.4, 3.0),
+    "data_overlap": (0.01, 1.0),
+    "tensor_overlap": (0.01, 0.9),
+    "step_seconds": (1e-3, 0.5),
+    "straggler_share": (1e-4, 0.2),
+    "reserve_share": (1e-3, 0.6),
+    "reserve_bytes": (1e7, 8e9),
+}
+"""How a trainer keeps its device busy, and what its allocator holds."""
+
+TRAINERS = ("nanotron", "megatron-core", "megatron-lm", "megatron-deepspeed", "aleph", "llm-foundry", "torchtitan", "litgpt")
+OTHERS = (
+    # The 500 W of one cluster, and a B200 that is kept below its power.
+    Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share", 0.1, 0.98),
+    Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
+    Parameter("features", "power_limited", "matmul_share", 0.1, 0.98),
+    Parameter("features", "power_limited", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
+    # Hosts differ with the machine: Grace starts operations more slowly than x86.
+    *(
+        Parameter("accelerators", name, "host_seconds", 2e-6, 6e-5)
+        for name in ("Hopper", "B200-180GB-SXM", "B300-270GB-SXM", "GB200-186GB", "GB300-279GB")
+    ),
+    # Sparse layers, by release of NeMo: grouped products, permutation and graphs came one after another.
+    Parameter("frameworks", "megatron-core", "sparse_operations", 1.0, 6.0),
+    *(Parameter("features", f"nemo-{release}", "sparse_operations", 1.0, 25.0) for release in ("25.09", "25.11", "26.02")),
+    Parameter("frameworks", "megatron-core", "expert_overlap", 0.01, 0.95),
+    Parameter("frameworks", "megatron-core", "expert_share", 0.3, 1.0),
+    *(
+        Parameter("features", f"nemo-{release}", "expert_share", 0.3, 1.0)
+        for release in ("25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
+    ),
+    # The kernels of 2023 on the first H100.
+    Parameter("features", "llm-foundry on Hopper", "matmul_share", 0.3, 0.95),
+    Parameter("features", "llm-foundry on Hopper", "matmul_share_by_precision", 0.1, 0.95, "fp8"),
+    Parameter("features", "llm-foundry on Hopper", "attention_forward_share", 0.15, 0.75),
+    Parameter("features", "llm-foundry on Hopper", "attention_backward_share", 0.1, 0.65),
+    # PyTorch's attention on Hopper is FlashAttention-2; NeMo's is cuDNN's, which was written for it.
+    Parameter("features", "torchtitan on Hopper", "attention_forward_share", 0.15, 0.75),
+    Parameter("features", "torchtitan on Hopper", "attention_backward_share", 0.1, 0.65),
+    # Attention with sinks has no kernel as good as plain attention's.
+    Parameter("features", "attention_sinks", "attention_forward_share", 0.02, 0.75),
+    Parameter("features", "attention_sinks", "attention_backward_share", 0.02, 0.65),
+    # Asynchronous tensor parallelism, and scaling by row, which costs more than by tensor.
+    Parameter("features", "async_tp", "tensor_overlap", 0.01, 0.99),
+    Parameter("features", "rowwise", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
+    # Attention kernels that aleph-layouts compares, and a fused norm beside them.
+    *(
+        Parameter("features", kernel, field, low, high)
+        for kernel in ("flash_attention2", "flash_attentionv1.0.8", "flash_attention2 + RMS kernel", "fused", "torch")
+        for field, low, high in (
+            ("attention_forward_share", 0.2, 0.75),
+            ("attention_backward_share", 0.15, 0.65),
+            ("bytes_share", 0.4, 4.0),
+        )
+    ),
+    # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
+    Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
+    Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
+    # nanotron's cluster: rings over EFA, alone and beside a pipeline, and what a micro-batch waits on 512 GPUs.
+    Parameter("frameworks", "nanotron", "hop_seconds", 1e-6, 1e-3),
+    Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 1e-6, 5e-3),
+    Parameter("frameworks", "nanotron", "congestion_seconds", 1e-3, 5.0),
+    Parameter("frameworks", "nanotron", "collective_seconds", 2e-6, 5e-2),
+)
+
+
+def _parameters() -> tuple[Parameter, ...]:
+    found = []
+    for generation in ("Volta", "Ampere", "Hopper", "Blackwell", "Blackwell Ultra"):
+        found += [Parameter("accelerators", generation, field, low, high) for field, (low, high) in GPU_FIELDS.items()]
+        for precision in ("fp8", "nvfp4") if generation in ("Hopper", "Blackwell", "Blackwell Ultra") else ():
+            found.append(Parameter("accelerators", generation, "matmul_share_by_precision", 0.1, 0.98, precision))
+    for trainer in TRAINERS:
+        found += [
+            Parameter("frameworks", trainer, field, low, high)
+            for field, (low, high) in TRAINER_FIELDS.items()
+            if (trainer, field) != ("megatron-core", "host_seconds")
+        ]
+    return (*found, *OTHERS)
+
+
+PARAMETERS = _parameters()
+NANOTRON = {
+    "congested_gpus": 512,
+    "congestion_seconds": 0.8,
+    "pipelined_hop_seconds": 3e-4,
+    "hop_seconds": 5e-5,
+    "host_seconds": 7e-5,
+}
+LATENT = {"latent_experts": {"expert_overlap": 0.75}}  # three quarters of the traffic that the shape would have are not sent
+START = Efficiencies({"accelerators": {}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT})
+"""Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""

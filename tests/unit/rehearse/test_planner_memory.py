@@ -1,0 +1,105 @@
+"""The planner's bytes against the rehearsal's, over models and layouts: what lies between steps within 3%, the rest within 5%.
+
+The rehearsal runs the real step without its memory, and equals real runs (tests/multiprocess/test_rehearse.py): the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tests.unit.planner import models
+
+from shardwright.architecture import shape_of
+from shardwright.config import Recipe
+from shardwright.config.load import validate_recipe
+from shardwright.config.schema import RecomputeKind
+from shardwright.layout import Layout
+from shardwright.plan import BatchPlan, Plan
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.facts import ModelFacts
+from shardwright.planner.memory import predict_memory, updated_gradients
+from shardwright.planner.pipeline import pipeline_of
+from shardwright.planner.question import template_of
+from shardwright.rehearse.rank import rehearse_rank
+
+TOKENS, ROWS = 512, 4
+TENSORS_ALONE = Efficiency(reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is rehearsed and predicted; `also` are sections of the recipe."""
+
+    model: str
+    layout: Layout
+    steps: int = 1
+    recompute: RecomputeKind = "none"
+    kind: str = "bf16"
+    also: dict[str, Any] = field(default_factory=dict)
+
+    def recipe(self) -> Recipe:
+        """With rows of `TOKENS`, `ROWS` a micro-batch."""
+        return validate_recipe(
+            {
+                "model": {"config": models.CONFIGS[self.model], "loss_chunk_tokens": 128},
+                "data": {"sources": ["nowhere"]},
+                "precision": {"kind": self.kind},
+                "training": {"sequence_length": TOKENS, "micro_batch_size": ROWS, "learning_rate": 1e-3, "max_steps": 1},
+                **self.also,
+            }
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.layout}-{self.steps}-{self.recompute}{'-'.join(('', *self.also))}"
+
+
+LORA = {"adapters": {"rank": 8}}
+QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
+CASES = [
+    Case("llama", Layout(dp_replicate=2), steps=2),
+    Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
+    Case("llama", Layout(dp_shard=4, zero_stage=2), steps=2, recompute="selective"),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), recompute="full"),
+    Case("llama", Layout(tp=2)),
+    Case("llama", Layout(pp=2), steps=4),
+    Case("llama", Layout(cp=2, cp_method="ring", zero_stage=1)),
+    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3)),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), also=LORA),
+    Case("llama", Layout(), also=QLORA),
+]
+MORE = [
+    Case("tied", Layout(dp_shard=2, zero_stage=3)),
+    Case("gemma2", Layout(), kind="fp32"),
+    Case("gpt2", Layout(tp=2, dp_replicate=2), kind="fp32"),
+    Case("llama", Layout(tp=4, dp_shard=2, zero_stage=3), recompute="full"),
+    Case("llama", Layout(pp=2, dp_shard=2, zero_stage=2, schedule="zbv"), steps=4),
+    Case("llama", Layout(cp=2, cp_method="all_gather", zero_stage=3)),
+    Case("llama", Layout(cp=2, cp_method="ulysses", zero_stage=3)),
+    Case("llama", Layout(), also=LORA),
+    Case("llama", Layout(dp_shard=4, zero_stage=1), also=LORA),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=str)
+def test_the_planner_predicts_what_the_step_takes(case: Case) -> None:
+    recipe = case.recipe()
+    shape = shape_of(recipe)
+    plan = Plan(case.layout, BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks), recipe.precision, case.recompute)
+    report = rehearse_rank(recipe, shape, plan, 0)
+    facts = ModelFacts(shape.base)
+    candidate = replace(
+        template_of(recipe),
+        layout=case.layout,
+        micro_batch_size=ROWS,
+        gradient_accumulation_steps=case.steps,
+        recompute=case.recompute,
+    )
+    load = pipeline_of(facts, case.layout, case.steps, TOKENS).load_of(0)
+    predicted = predict_memory(facts, candidate, load, TENSORS_ALONE)
+    assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
+    assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
+    assert updated_gradients(facts, candidate, load) == pytest.approx(report.gradients_bytes, rel=0.03)
+    between = report.weights_bytes + report.optimizer_bytes
+    assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(report.peak_bytes - between, rel=0.05)
