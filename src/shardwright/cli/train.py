@@ -40,7 +40,7 @@ def train_command(
         typer.Option("--allow-drift", metavar="FIELD", help="With --resume: go on though this has changed. Repeatable."),
     ] = None,
     rehearse_first: Annotated[
-        bool, typer.Option("--rehearse-first", help="Rehearse a step of the layout before any rank starts; stop where ranks disagree.")
+        bool, typer.Option("--rehearse-first", help="Rehearse a step before any rank starts; stop where ranks disagree.")
     ] = False,
     json_output: JsonOutput = False,
 ) -> None:
@@ -101,5 +101,6 @@ def _rehearse(checked: Recipe, world_size: int, *, started: bool) -> None:
         raise CheckFailed(f"ranks disagree: {result.disagreement}")
     if memory_bytes is not None and result.peak_bytes > memory_bytes:
         raise CheckFailed(
-            f"a rank's tensors take {format_bytes(result.peak_bytes)}, and the recipe's cluster has {format_bytes(memory_bytes)} a device"
+            f"a rank's tensors take {format_bytes(result.peak_bytes)}, "
+            f"and a device of the recipe's cluster has {format_bytes(memory_bytes)}"
         )
