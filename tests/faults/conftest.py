@@ -68,47 +68,54 @@ def run(recipe: Path, tmp_path: Path) -> Run:
     return train
 
 
-@pytest.fixture(scope="session")
-def untroubled(recipe: Path) -> Path:
-    """The run that was left alone, on two ranks under ZeRO-3."""
-    folder = recipe.parent / "untroubled"
-    words = ["train", str(recipe), "--run-dir", str(folder), "--nproc", "2"]
+def run_alone(recipe: Path, folder: Path, *words: str) -> None:
+    """Train two ranks under ZeRO-3 that nothing happens to."""
+    command = [sys.executable, "-m", "shardwright", "train", str(recipe), "--run-dir", str(folder), "--nproc", "2", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "shardwright", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == ExitCode.DONE, done.stderr
+
+
+@pytest.fixture(scope="session")
+def untroubled(recipe: Path) -> Path:
+    """The run that was left alone."""
+    folder = recipe.parent / "untroubled"
+    run_alone(recipe, folder)
     return folder
 
 
-def final_state(folder: Path) -> dict[str, torch.Tensor]:
+def final_state(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint, weights and moments, whole."""
     found = newest_checkpoint(folder / "checkpoints")
     assert found is not None
-    assert found.step == STEPS
+    assert found.step == steps
     return {name: read_tensor(found, name) for name in found.manifest.tensors}
 
 
-def assert_same_end(folder: Path, other: Path, marks: Path | None = None) -> None:
+def assert_same_end(folder: Path, other: Path, marks: Path | None = None, *, steps: int = STEPS) -> None:
     """The oracle: the same bits at the end, and each sample of the surviving steps used exactly once.
 
     Args:
         marks: with the ledgers of `folder`'s ranks: what they have really used counts, not what the steps say of it.
     """
-    ours, theirs = final_state(folder), final_state(other)
+    ours, theirs = final_state(folder, steps), final_state(other, steps)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     told = [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(folder))]
-    assert [seen for _, seen, _ in told] == [BATCH * step for step in range(1, STEPS + 1)]
+    assert [seen for _, seen, _ in told] == [BATCH * step for step in range(1, steps + 1)]
     assert told == [(step.step, step.samples_seen, step.loss) for step in surviving_steps(read_events(other))]
     if marks is not None:
-        used = [index for step in range(1, STEPS + 1) for index in samples_of(marks, step)]
-        assert sorted(used) == list(range(BATCH * STEPS))
+        used = [index for step in range(1, steps + 1) for index in samples_of(marks, step)]
+        assert sorted(used) == list(range(BATCH * steps))
 
 
 def samples_of(marks: Path, step: int) -> list[int]:
-    """Positions in the order that the last attempt at a step has used, over the ranks (of the last generation) that made it."""
-    used = []
+    """Positions in the order that the last attempt at a step has used, over the ranks of the generation that made it."""
+    last: dict[str, list[dict[str, Any]]] = {}
     for ledger in sorted(marks.glob("ledger-*.jsonl")):
         attempts = [json.loads(line) for line in ledger.read_text().splitlines()]
-        used += next((attempt["used"] for attempt in reversed(attempts) if attempt["step"] == step), [])
-    return used
+        of_rank = {attempt["generation"]: attempt for attempt in attempts if attempt["step"] == step}
+        for generation, attempt in of_rank.items():
+            last.setdefault(generation, []).append(attempt)
+    newest = max(last.values(), key=lambda attempts: max(attempt["at"] for attempt in attempts), default=[])
+    return [index for attempt in newest for index in attempt["used"]]

@@ -38,6 +38,7 @@ def test_what_is_broken_is_set_aside_by_file_and_line_and_learned_by_nobody(reci
         check(load_recipe(recipe, [*changes, "data.max_broken_fraction=0.001"]), 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "told"),
     [

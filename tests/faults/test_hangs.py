@@ -22,9 +22,8 @@ HANGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "told", [name if name.startswith("stopped") else pytest.param(name, marks=pytest.mark.long) for name in HANGS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("told", HANGS)
 def test_a_rank_that_hangs_is_named_with_the_collective(run: Run, untroubled: Path, tmp_path: Path, told: str) -> None:
     """The generation ends, everybody's stacks are in a file, and the next one ends with the bits of the run left alone."""
     fault = {"rank": 1, "step": 7} | HANGS[told]

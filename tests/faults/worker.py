@@ -108,7 +108,8 @@ def arm(faults: Faults) -> None:
 
     def keep_ledger(_model: object, micro_batches: Any, *, step: int, **_: object) -> None:
         used = [int(index) for batch in micro_batches for index in batch.sample_indices_B]
-        faults.ledger.write(json.dumps({"step": step + 1, "used": used}) + "\n")
+        told = {"generation": os.environ["TORCHELASTIC_RUN_ID"], "at": time.monotonic(), "step": step + 1, "used": used}
+        faults.ledger.write(json.dumps(told) + "\n")
         faults.ledger.flush()
 
     before(loop.Loop, "_step", note)

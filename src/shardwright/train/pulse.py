@@ -167,15 +167,16 @@ class Pulse:
             _TIME.pack_into(self._map, _ALIVE_AT, time.monotonic())
 
     def close(self) -> None:
-        """The rank leaves: nobody is to wait for it any more, and the name is free."""
+        """The rank leaves in good order: nobody is to wait for it any more, and its name is free."""
         self.begin("done", 0.0)
         self._closing.set()
         self._beating.join()
         faulthandler.unregister(STACKS_SIGNAL)
-        with suppress(OSError):
-            self._path.unlink()
         self._channels.close()
         self._stacks.close()
+        for suffix in (".pulse", ".channels", ".stacks"):
+            with suppress(OSError):
+                self._path.with_suffix(suffix).unlink()
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,8 @@ def train_rank(
         # A node that came back under torchrun does not know of a restart that the others know of.
         resume = meeting.any(resume)
         start, begun = find_start(checked, folder, allow_drift) if resume else None, folder.begun
-        fence = None
         if ranks.speaks:
             write_folder(checked, folder)
-            fence = _claim(folder)
         meeting.wait()
         with (
             open_speaker(
@@ -150,6 +148,8 @@ def train_rank(
                 speaker.write("warning", message=restart)
             if begun and resume and start is None and ranks.speaks:
                 speaker.write("warning", message="the run ended before its first checkpoint: it begins again at step 0")
+            # With the events' lock in hand: a process that is refused must not shut out the one that trains.
+            fence = _claim(folder) if ranks.speaks else None
             with telling_of_memory(checked, ranks.rank, device):
                 _train(checked, ranks, device, speaker, meeting, folder, stop, vigil, start=start, began=began, fence=fence)
 

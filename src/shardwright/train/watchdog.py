@@ -273,3 +273,6 @@ def watched(
     with record(pulse, reports), watcher:
         yield Vigil(pulse, pace)
     pulse.close()  # not after a failure: what this rank did last may tell why
+    if folder is None:
+        with suppress(OSError):  # others may still be there
+            here.rmdir()
