@@ -6,8 +6,9 @@ per token.
 
     cut                 forward                             backward
     tensor              2 all-reduces of N D c; under sequence parallelism 2 all-gathers and 2 reduce-scatters; the same again
-    context, ring       cp - 1 sends of 2 N K c             cp - 1 sends of that and of its gradients in fp32, behind attention
-    context, all_gather one all-gather of cp 2 N K c        its reduce-scatter
+    context, ring       cp - 1 sends of 2 N K c             the same again, and cp sends of its gradients in fp32, which come home;
+                                                            both behind attention
+    context, all_gather one all-gather of cp 2 N K c        the same again, and a reduce-scatter of its gradients in fp32
     context, ulysses    exchanges of N (2 Q + 2 K) c        the same
     expert              2 exchanges of k N D c              the same
 Recomputation repeats what lies inside a block's forward pass.
@@ -139,11 +140,13 @@ def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: G
         both = network.all_to_all(group, heads) + network.all_to_all(group, per_token * shape.value_width / tp)
         return both, both, False
     pair = 2 * keys * per_token
+    gradients = pair * max(1.0, 4 / candidate.activation_bytes)
     if method == "all_gather":
-        return network.all_gather(group, cp * pair), network.reduce_scatter(group, cp * pair), False
+        gathered = network.all_gather(group, cp * pair)
+        return gathered, gathered + network.reduce_scatter(group, cp * gradients), False
     neighbour = Group(cp, group.stride)
-    gradients = pair * 4 / candidate.activation_bytes
-    return (cp - 1) * network.send(neighbour, pair), (cp - 1) * network.send(neighbour, pair + gradients), True
+    passed = (cp - 1) * network.send(neighbour, pair)
+    return passed, passed + cp * network.send(neighbour, gradients), True
 
 
 def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: Network, group: Group) -> float:
