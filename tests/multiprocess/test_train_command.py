@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -15,7 +16,18 @@ import pytest
 import yaml
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.events import Evaluation, EventWriter, Resumed, RunStarted, Step, read_events, surviving_steps
+from shardwright.telemetry.events import (
+    Evaluation,
+    EventWriter,
+    Memory,
+    Profiled,
+    Ranks,
+    Resumed,
+    RunStarted,
+    Step,
+    read_events,
+    surviving_steps,
+)
 
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 STEPS = 12
@@ -75,7 +87,7 @@ def train(workplace: Path, run: str, *words: str) -> subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def uninterrupted(workplace: Path) -> Path:
-    done = train(workplace, "whole", "--nproc", "2", "--layout", "zero_stage=3", "--json")
+    done = train(workplace, "whole", "--nproc", "2", "--layout", "zero_stage=3", "--set", "run.profile_steps=[3]", "--json")
     assert done.returncode == ExitCode.DONE, done.stderr
     summary = json.loads(done.stdout)
     assert summary["schema_version"] == 1
@@ -89,6 +101,33 @@ def final_weights(run: Path) -> dict[str, bytes]:
     files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     assert len(files) == 2
     return files
+
+
+def test_every_rank_tells_how_its_steps_went(uninterrupted: Path) -> None:
+    log = read_events(uninterrupted)
+    told = log.of(Ranks)
+    assert [event.step for event in told] == list(range(1, STEPS + 1))
+    for event in told:
+        assert len(event.own_seconds) == len(event.checkpoint_seconds) == 2
+        waits = [sum(row[rank] for row in event.wait_seconds.values()) for rank in range(2)]
+        for rank in range(2):
+            assert 0 < event.own_seconds[rank] < event.step_seconds[rank]
+            assert event.own_seconds[rank] + waits[rank] == pytest.approx(event.step_seconds[rank], abs=1e-4)
+        assert min(event.wait_seconds["data"]) > 0
+    (memory,) = log.of(Memory)
+    # ZeRO 3 cuts all three; 30 features do not divide evenly over every dimension.
+    assert sum(memory.weights_bytes) == 4 * log.of(RunStarted)[0].num_parameters
+    assert memory.gradients_bytes == memory.weights_bytes
+    assert sum(memory.optimizer_bytes) >= 2 * sum(memory.weights_bytes)
+    (profile,) = log.of(Profiled)
+    assert (profile.step, profile.ranks) == (3, 2)
+    with gzip.open(uninterrupted / profile.path) as file:
+        events = json.load(file)["traceEvents"]
+    work = [[event for event in events if event.get("ph") == "X" and event["pid"] // 1000 == rank] for rank in range(2)]
+    # On one clock the ranks' work of one step lies side by side: they wait for each other at its end.
+    begins, ends = [min(e["ts"] for e in row) for row in work], [max(e["ts"] + e.get("dur", 0) for e in row) for row in work]
+    assert max(begins) < min(ends)
+    assert profile.clock_error_seconds < 1
 
 
 def test_a_run_folder_holds_what_it_should(uninterrupted: Path) -> None:

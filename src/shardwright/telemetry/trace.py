@@ -33,16 +33,20 @@ def merge_traces(traces: Iterable[RankTrace], out: Path) -> int:
     """
     partial = out.with_name(out.name + ".partial")
     count = 0
-    origin: float | None = None
+    first: tuple[int, float] | None = None
+    start = 0.0
     try:
         with gzip.open(partial, "wt", encoding="utf-8", compresslevel=4) as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
             for trace in traces:
                 told = json.loads(trace.path.read_text(encoding="utf-8"))
-                base = int(told.get("baseTimeNanoseconds", 0)) / 1000 + 1e6 * trace.offset_seconds
-                if origin is None:
-                    origin = base + min((event["ts"] for event in told["traceEvents"] if event.get("ph") == "X"), default=0.0)
-                shift = base - origin
+                base = int(told.get("baseTimeNanoseconds", 0))
+                offset = 1e6 * trace.offset_seconds
+                if first is None:
+                    start = min((event["ts"] for event in told["traceEvents"] if event.get("ph") == "X"), default=0.0)
+                    first = base, offset
+                # Whole nanoseconds since 1970 do not fit a float: the bases are subtracted first.
+                shift = (base - first[0]) / 1000 + (offset - first[1]) - start
                 for event in _moved(told["traceEvents"], trace.rank, shift):
                     file.write((",\n" if count else "\n") + json.dumps(event))
                     count += 1
