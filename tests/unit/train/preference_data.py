@@ -39,7 +39,7 @@ def preference_recipe(folder: Path, layout: str = "", **changes: Any) -> dict[st
             },
             "loss_chunk_tokens": 7,
         },
-        "tokenizer": {"kind": "bpe", "vocab_size": 264},
+        "tokenizer": {"kind": "bpe", "vocab_size": 263},
         "data": {"sources": str(source), "cache_dir": str(folder / "cache")},
         "preference": {"kind": "dpo", "beta": 0.5, "label_smoothing": 0.1},
         "training": {
