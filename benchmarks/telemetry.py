@@ -53,7 +53,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
 }  # fmt: skip
-SEQUENCE, ROWS, MICRO_BATCHES, WARM = 256, 2, 4, 3
+SEQUENCE, ROWS, MICRO_BATCHES, WARM = 256, 2, 4, 1
 RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "telemetry.json"
 
 
@@ -87,7 +87,7 @@ def race(layout: Layout, pairs: int) -> dict[str, list[float]]:
     meeting, device = Meeting(ranks, torch.device("cpu")), torch.device("cpu")
     state = TrainState(model, optimizer, None)
     batches = [batch(number) for number in range(MICRO_BATCHES)]
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    seconds: dict[str, list[float]] = {"with": [], "without": [], "with_processor": [], "without_processor": []}
     with tempfile.TemporaryDirectory() as folder:
         meter = RankMeter(state, device, meeting, MICRO_BATCHES, ProfiledSteps(Path(folder), (), device, ranks.rank))
         speaker = Speaker(EventWriter(folder) if ranks.speaks else None, [])
@@ -101,7 +101,7 @@ def race(layout: Layout, pairs: int) -> dict[str, list[float]]:
         for number in range(pairs + WARM):
             for kind in ("with", "without") if number % 2 else ("without", "with"):
                 meeting.wait()
-                began = time.perf_counter()
+                began, processor = time.perf_counter(), time.process_time()
                 if kind == "with":
                     with meter.step():
                         step(meter.times)
@@ -114,6 +114,7 @@ def race(layout: Layout, pairs: int) -> dict[str, list[float]]:
                     meeting.hold(stop=False)
                 if number >= WARM:
                     seconds[kind].append(time.perf_counter() - began)
+                    seconds[f"{kind}_processor"].append(time.process_time() - processor)
         waits = len(meter._waits._spans)
         speaker.close()
     return seconds | {"waits": [float(waits)], "mark_seconds": [time_marks(model)]}
@@ -143,24 +144,29 @@ def main() -> int:
     """Race every layout; returns 1 where measuring takes more than a hundredth of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--publish", action="store_true", help="write docs/benchmarks/telemetry.json")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = {}
     with RankPool(timeout_seconds=600.0) as pool:
-        for name, layout in LAYOUTS.items():
+        for name in given.layouts:
+            layout = LAYOUTS[name]
             found = pool.run(2, race, layout, given.pairs)[0]
             ratios = [a / b - 1 for a, b in zip(found["with"], found["without"], strict=True)]
             quarter = statistics.quantiles(ratios, n=4)
-            step = statistics.median(found["without"])
+            step, fastest = statistics.median(found["without"]), min(found["without"])
             rows[name] = {
                 "step_seconds": step, "overhead_median": quarter[1], "overhead_quartiles": [quarter[0], quarter[2]],
-                "overhead_fastest": min(found["with"]) / min(found["without"]) - 1, "waits_per_step": found["waits"][0],
-                "mark_seconds": found["mark_seconds"][0], "marks_share": found["waits"][0] * found["mark_seconds"][0] / step,
+                "overhead_fastest": min(found["with"]) / min(found["without"]) - 1, "overhead_processor_median": statistics.median(
+                    a / b - 1 for a, b in zip(found["with_processor"], found["without_processor"], strict=True)
+                ),
+                "processor_seconds": statistics.median(found["without_processor"]), "waits_per_step": found["waits"][0],
+                "mark_seconds": found["mark_seconds"][0], "marks_share": found["waits"][0] * found["mark_seconds"][0] / fastest,
             }  # fmt: skip
             print(name, json.dumps(rows[name]))
     if given.publish:
-        told = {"conditions": read_conditions(), "pairs": given.pairs, "layouts": rows}
+        told = {"conditions": read_conditions() | {"load": os.getloadavg()[0]}, "pairs": given.pairs, "layouts": rows}
         RESULT.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     return int(any(row["marks_share"] > 0.01 for row in rows.values()))
 

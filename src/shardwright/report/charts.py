@@ -285,8 +285,8 @@ def _chart_waits(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
         bx, by = bin_means(x[cut:], 1000 * values[cut:], _AREA_BUCKETS)
         stack.append(Series(name, bx, by, colour, "area"))
     frame = Frame(x_label=axis.label, y_label="ms per step", y_range=(0.0, 1050 * top) if top > 0 else None)
-    wanted = np.unique(np.linspace(0, len(x) - 1, min(_TABLE_ROWS, len(x))).round().astype(int)) if len(x) else []
-    rows = tuple((f"{x[at]:,.0f}", *(write_value(1000 * float(values[at])) for values in waits.values())) for at in wanted)
+    wanted: set[int] = set(np.linspace(0, len(x) - 1, min(_TABLE_ROWS, len(x))).round().astype(int).tolist()) if len(x) else set()
+    rows = tuple((f"{x[at]:,.0f}", *(write_value(1000 * float(values[at])) for values in waits.values())) for at in sorted(wanted))
     table = Table((axis.label, *(f"{name}, ms" for name in waits)), rows)
     title = "Waiting for other ranks" if alone else f"Waiting for other ranks: {run.name}"
     note = "By what the traffic serves, mean over ranks. " + ("The first step is left out." if cut else "")

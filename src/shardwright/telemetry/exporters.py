@@ -149,9 +149,9 @@ class MLflow:
 
     def _open(self, event: RunStarted) -> str:
         if self._id_file.is_file():
-            run_id = self._id_file.read_text(encoding="utf-8").strip()
-            self._client.update_run(run_id, status="RUNNING")
-            return run_id
+            known = self._id_file.read_text(encoding="utf-8").strip()
+            self._client.update_run(known, status="RUNNING")
+            return known
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardwright"
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
