@@ -73,7 +73,7 @@ class Adafactor(CutOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient. Every rank calls this: it sums over ranks."""
+        """One step of every parameter. Every rank calls this: it sums over ranks."""
         assert closure is None
         work = [
             _Work(name, local, gradient, state, group, tuple(self.cut.layouts[name].shape), {})

@@ -88,6 +88,7 @@ class AdamW8bit(CutOptimizer):
     """AdamW (decoupled decay), its update computed in fp32 from moments that rest in 8 bits."""
 
     rule = "adamw_8bit"
+    exchanges = False
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class ModelCut(Protocol):
         ...
 
     def block_matrices(self) -> frozenset[str]:
-        """Trained parameters of the whole model's blocks that are matrices, or stacks of them."""
+        """Trained parameters of the whole model's blocks that are matrices, or experts' stacks of them."""
         ...
 
     def exchange(self, names: Collection[str]) -> MatrixExchange:
@@ -77,7 +77,8 @@ class CutOptimizer(torch.optim.Optimizer):
 
     rule: str
     """As a checkpoint calls it."""
-    counts_steps = True
+    exchanges = True
+    """Whether ranks tell each other something of every parameter in every step."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], cut: ModelCut) -> None:
         super().__init__(groups, defaults)
@@ -97,15 +98,18 @@ class CutOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def walk(self, rule: str | None = None) -> Iterator[tuple[str, Tensor, Tensor, Tensor, dict[str, Any], dict[str, Any]]]:
-        """(name, parameter, its local part, its local gradient, state, group) of what has a gradient."""
+        """(name, parameter, its local part, its local gradient, state, group) of what takes a step."""
         for group in self.param_groups:
             if rule is not None and group["rule"] != rule:
                 continue
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if parameter.grad is not None:
-                    self.start(parameter, group)
-                    local, gradient = local_part(parameter.detach()), local_part(parameter.grad)
-                    yield name, parameter, local, gradient, self.state[parameter], group
+                if parameter.grad is None:
+                    if not self.exchanges:
+                        continue
+                    parameter.grad = torch.zeros_like(parameter)  # a rank without one must enter what the others do
+                self.start(parameter, group)
+                local, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+                yield name, parameter, local, gradient, self.state[parameter], group
 
 
 def local_part(tensor: Tensor) -> Tensor:

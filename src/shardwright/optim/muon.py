@@ -92,7 +92,7 @@ class Muon(CutOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient. Every rank calls this: it exchanges."""
+        """One step of every parameter. Every rank calls this: it exchanges."""
         assert closure is None
         self._step_matrices()
         for group in self.param_groups:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwright.architecture.count import EXPERT_ROLES
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import BATCH_AXES, DATA_AXES, Held, Layout, ParameterLayout, RankGrid, held
 from shardwright.model.decoder import Decoder
@@ -224,9 +225,9 @@ class ParallelModel:
         return Waits(self.device, {} if self.mesh is None else self.mesh.cuts())
 
     def block_matrices(self) -> frozenset[str]:
-        """Trained parameters of the whole model's blocks that are matrices, or stacks of them."""
-        specs = self.decoder.shape.parameters()
-        wide = (spec.name for spec in specs if spec.layer is not None and len(spec.shape) >= 2 and not spec.is_bias)
+        """Trained parameters of the whole model's blocks that are matrices, or experts' stacks of them."""
+        specs = [spec for spec in self.decoder.shape.parameters() if spec.layer is not None and not spec.is_bias]
+        wide = (spec.name for spec in specs if len(spec.shape) == 2 or (len(spec.shape) == 3 and spec.role in EXPERT_ROLES))
         return frozenset(wide) & self.trainable
 
     def exchange(self, names: Collection[str]) -> MatrixExchange:

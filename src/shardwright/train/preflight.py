@@ -87,18 +87,37 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
             got=True,
             remedy="Leave it out, or fine-tune without adapters",
         )
-    if recipe.optimizer.name == "adamw_8bit":
-        require_torchao()
-        layouts = placement.place(shape, plan.layout, placement.stages_of(shape, plan.layout, plan.batch.sequence_length))
-        check_blocks(layouts, plan.layout, recipe.optimizer.block_size)
+    frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()])
+    _check_optimizer(recipe, plan, shape, frozen)
     return Checked(
         recipe=recipe,
         plan=plan,
         shape=shape,
         data=data,
         total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
-        frozen=match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]),
+        frozen=frozen,
     )
+
+
+def _check_optimizer(recipe: Recipe, plan: Plan, shape: ModelShape, frozen: frozenset[str]) -> None:
+    """Refuse a rule that lacks its package, its matrices, or whole blocks of them."""
+    trained = {
+        spec.name: spec
+        for spec in shape.parameters()
+        if spec.name not in frozen and (shape.adapters is None or spec.part is not None)
+    }
+    if recipe.optimizer.name == "adamw_8bit":
+        require_torchao()
+        stages = placement.stages_of(shape, plan.layout, plan.batch.sequence_length)
+        layouts = {name: lies for name, lies in placement.place(shape, plan.layout, stages).items() if name in trained}
+        check_blocks(layouts, plan.layout, recipe.optimizer.block_size)
+    if recipe.optimizer.name == "muon" and not any(s.layer is not None and len(s.shape) > 1 for s in trained.values()):
+        raise RecipeError(
+            "no matrix of a block is trained, and Muon moves nothing else",
+            field="optimizer.name",
+            got="muon",
+            remedy="Use adamw, which would move all of this",
+        )
 
 
 def _check_foreign(recipe: Recipe, shape: ModelShape) -> None:
