@@ -19,6 +19,7 @@ from shardwright.errors import ExitCode, InputError
 from shardwright.report.serve import LivePage, LiveServer
 from shardwright.telemetry.events import EventWriter
 from tests.unit.report.samples import one_step, write_run
+from tests.unit.report.test_page import browser as browser
 
 
 @pytest.fixture
@@ -105,6 +106,38 @@ def test_a_folder_without_events_is_served_with_a_note_until_there_are_some(tmp_
     page._rest_until = 0.0
     write_run(tmp_path, 3)
     assert b"there are no events" not in page.page()
+
+
+class Growing(LivePage):
+    """A run that says one thing more once its page has been taken."""
+
+    def page(self) -> bytes:
+        page = super().page()
+        if b"<b>5</b>" in page:
+            with EventWriter(self._runs[0]) as writer:
+                writer.append(one_step(6, 1.5))
+            self._rest_until = 0.0
+        return page
+
+
+def test_an_open_page_takes_up_what_the_run_has_said_since(browser: str, run: Path, tmp_path: Path) -> None:
+    server = LiveServer(Growing([run]))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", server.address,
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert "<b>6</b>" in done.stdout
+    assert "<b>5</b>" not in done.stdout
 
 
 def test_the_verb_says_its_address_serves_and_ends_on_ctrl_c(run: Path) -> None:
