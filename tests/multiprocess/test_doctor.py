@@ -54,20 +54,30 @@ def late_sends(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
     return _send(tensor, *words, **options)
 
 
-def examine_with_faults(port: int, folder: str, faults: bool) -> Diagnosis | None:
+def lost_device(*tensors: Any, **options: Any) -> Any:
+    """What a device that fell off the bus answers."""
+    raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+FAULTS: dict[str, dict[int, tuple[Any, str, Any]]] = {
+    "planted": {SLOW: (torch, "mm", slow_products), NARROW: (dist, "all_reduce", narrow_sums), LATE: (dist, "send", late_sends)},
+    "lost": {1: (torch, "mm", lost_device)},
+}
+
+
+def examine_with_faults(port: int, folder: str, faults: str) -> Diagnosis | None:
     """One rank of an examination that meets at the port of the test's own store."""
     rank = dist.get_rank()
     meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     order = Order(Layout(dp_shard=dist.get_world_size(), zero_stage=3), (Folder("runs", folder, True),), device="cpu")
-    planted = {SLOW: (torch, "mm", slow_products), NARROW: (dist, "all_reduce", narrow_sums), LATE: (dist, "send", late_sends)}
-    owner, name, fault = planted[rank] if faults else (torch, "mm", _mm)
+    owner, name, fault = FAULTS[faults].get(rank, (torch, "mm", _mm))
     with patch.dict(os.environ, meeting_place), patch.object(owner, name, fault):
         return examine_rank(order, RankEnvironment(rank, dist.get_world_size(), rank), lambda diagnosis: None)
 
 
 def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    diagnosis, *others = ranks.run(3, examine_with_faults, store.port, str(tmp_path), True, timeout_seconds=200.0)
+    diagnosis, *others = ranks.run(3, examine_with_faults, store.port, str(tmp_path), "planted", timeout_seconds=250.0)
     assert others == [None, None]
     failed = {f"{finding.section}: {finding.name}" for finding in diagnosis.findings if finding.verdict == "fail"}
     assert {
@@ -81,6 +91,15 @@ def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> 
     assert "float32" in wrong.value
     assert "int64" not in wrong.value
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_breaks_off_is_named_and_nobody_waits_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    diagnosis, _ = ranks.run(2, examine_with_faults, store.port, str(tmp_path), "lost", timeout_seconds=100.0)
+    (finding,) = [one for one in diagnosis.findings if one.section == "peers" and one.verdict == "fail"]
+    assert finding.name == "products"
+    assert finding.value == "rank 1: CUDA error: unspecified launch failure"
+    assert any(one.name == "products, fp32" for one in diagnosis.findings)  # what rank 0 measured meanwhile
 
 
 def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         traffic = [finding for finding in own if "bus_bytes_per_second" in finding.numbers]
         _show_lines(console, [finding for finding in own if finding not in traffic], narrow)
         if traffic:
-            _show_traffic(console, traffic)
+            _show_traffic(console, traffic, narrow)
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in _STYLES}
     told = Text.assemble(*((f"{count} {verdict}  ", _STYLES[verdict] if count else "dim") for verdict, count in counts.items()))
     console.print()
@@ -53,8 +53,8 @@ def _show_lines(console: Console, findings: Sequence[Finding], narrow: bool) -> 
     console.print(table)
 
 
-def _show_traffic(console: Console, findings: Sequence[Finding]) -> None:
-    """A table per group: collectives down, messages across, bus bandwidth in GB/s inside, the link's peak beside."""
+def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -> None:
+    """A table per group: collectives down, messages across, bus bandwidth in GB/s inside, the link's peak beside; what falls short below."""
     for axis in dict.fromkeys(finding.numbers["axis"] for finding in findings):
         own = [finding for finding in findings if finding.numbers["axis"] == axis]
         numbers = own[0].numbers
@@ -76,10 +76,7 @@ def _show_traffic(console: Console, findings: Sequence[Finding]) -> None:
         for finding in own:
             table.add_row(*_traffic_row(finding, sizes, peak))
         console.print(table)
-        for finding in own:
-            if finding.verdict != "pass":
-                told = f"  {finding.verdict}   {finding.numbers['kind']}: {finding.value}\n         -> {finding.remedy}"
-                console.print(Text(told, style=_STYLES[finding.verdict]))
+        _show_lines(console, [finding for finding in own if finding.verdict != "pass"], narrow)
 
 
 def _traffic_row(finding: Finding, sizes: Sequence[int], peak: float | None) -> list[Any]:

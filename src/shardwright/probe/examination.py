@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RankFailed
 from shardwright.hardware import MatmulRate
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
@@ -26,9 +26,9 @@ from shardwright.parallel.mesh import build_mesh, init_process_group
 from shardwright.probe import bandwidth, clock, correctness, health, host, links, matmul, software, storage
 from shardwright.probe.finding import Finding, name_ranks
 from shardwright.probe.host import Host
-from shardwright.probe.rendezvous import Meeting, wait_for_keys
+from shardwright.probe.rendezvous import Meeting
 from shardwright.probe.software import Software
-from shardwright.probe.watch import Watch
+from shardwright.probe.watch import BROKEN, Watch, wait_for_reports
 from shardwright.train.outcome import first_line
 from shardwright.train.ranks import RankEnvironment
 from shardwright.units import MIB_BYTES
@@ -37,6 +37,8 @@ STAGES = ("software", "host", "groups", "products", "copies", "folders", "clocks
 """In order; `judge_standstill` tells by it who is behind."""
 
 _SIZES = {"cpu": (4096, 256 * 1024, 4 * MIB_BYTES), "cuda": (64 * 1024, MIB_BYTES, 16 * MIB_BYTES, 256 * MIB_BYTES)}
+_GROUP_PATIENCE = {"cpu": 0.7, "cuda": 2.0}
+"""Of the time-out, what a collective waits. gloo raises, which a rank can report; NCCL ends the process: the watch comes first."""
 _LINK_BYTES = {"cpu": MIB_BYTES, "cuda": 64 * MIB_BYTES}
 
 
@@ -150,15 +152,24 @@ def measure(room: Room) -> None:
             continue
         try:
             with room.watch.stage(name):
-                if room.meeting is not None:
-                    # Ranks measure at the same time, as they compute when they train.
-                    storage.wait_for_all(room.meeting.store, f"begin/{name}", room.ranks.world_size)
+                _begin_together(room, name)
                 stage(room)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, RankFailed) as error:
             room.report.failure = (name, first_line(str(error)))
+            if room.meeting is not None:
+                room.meeting.store.set(BROKEN, str(room.ranks.rank))
             break
     if room.report.failure is not None:
         leave_groups(room)  # peers that wait for this rank hear of it now, not at the end of their own time
+
+
+def _begin_together(room: Room, stage: str) -> None:
+    """Ranks measure at the same time, as they compute when they train."""
+    if room.meeting is None:
+        return
+    if room.meeting.store.add(f"begin/{stage}", 1) == room.ranks.world_size:
+        room.meeting.store.set(f"begun/{stage}", "1")
+    room.watch.wait(f"begun/{stage}")
 
 
 def leave_groups(room: Room) -> None:
@@ -172,7 +183,7 @@ def _join_groups(room: Room) -> None:
     if room.owns_group:
         init_process_group(
             room.device.type,
-            timeout=timedelta(seconds=room.order.timeout_seconds),
+            timeout=timedelta(seconds=room.order.timeout_seconds * _GROUP_PATIENCE[room.device.type]),
             store=dist.PrefixStore("groups", room.meeting.store),
             rank=room.ranks.rank,
             world_size=room.ranks.world_size,
@@ -255,9 +266,9 @@ def hand_in(room: Room) -> dict[int, RankReport]:
         meeting.store.set(f"report/{rank}", REPORT.dump_json(room.report).decode())
         meeting.store.set(f"stage/{rank}", "reports")
         # An exit may end the whole job: not before rank 0 has what everybody found.
-        wait_for_keys(meeting.store, {0: "read"}, 2 * seconds)
+        wait_for_reports(meeting.store, {0: "read"}, 2 * seconds)
         return {}
-    missing = wait_for_keys(meeting.store, {other: f"report/{other}" for other in range(1, world_size)}, seconds)
+    missing = wait_for_reports(meeting.store, {other: f"report/{other}" for other in range(1, world_size)}, seconds)
     reports = {0: room.report}
     for other in range(1, world_size):
         if other not in missing:
@@ -277,7 +288,8 @@ def judge_reports_missing(reports: Mapping[int, RankReport], world_size: int, ho
             Finding("peers", "reports", "fail", told, f"Look at {where}: was the process killed (dmesg | grep -i oom), is it up?")
         )
     failed = {rank: report.failure for rank, report in reports.items() if report.failure is not None}
-    for stage in sorted({failure[0] for failure in failed.values()}, key=STAGES.index):
+    if failed:
+        stage = min((name for name, _ in failed.values()), key=STAGES.index)  # what broke later broke for want of these ranks
         messages: dict[str, list[int]] = {}
         for rank, (name, message) in failed.items():
             if name == stage:
@@ -287,5 +299,6 @@ def judge_reports_missing(reports: Mapping[int, RankReport], world_size: int, ho
         if stage == "groups":
             adapters = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
             remedy = f"Ranks reach the port but not each other: set {adapters} to the adapter that joins the nodes (ip addr)"
-        findings.append(Finding("peers", stage, "fail", told, remedy, {"ranks": sorted(failed)}))
+        ranks = sorted(rank for members in messages.values() for rank in members)
+        findings.append(Finding("peers", stage, "fail", told, remedy, {"ranks": ranks}))
     return findings

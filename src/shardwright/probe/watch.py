@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 
+from shardwright.errors import RankFailed
 from shardwright.probe.finding import Finding, name_ranks
 from shardwright.probe.rendezvous import Meeting
 
 _TICK_SECONDS = 0.25
+_POLL = timedelta(seconds=1)
+_PROGRESS = "progress"
+"""Counts what all ranks have measured."""
+BROKEN = "broken"
+"""Set by a rank whose stage failed."""
 
 
 class Watch:
@@ -44,8 +51,28 @@ class Watch:
             self._stage = None
 
     def progress(self) -> None:
-        """One more measurement is done: the time begins anew."""
+        """One more measurement is done: the time begins anew, for this rank and for those that wait for it."""
         self._since = time.monotonic()
+        if self._store is not None:
+            self._store.add(_PROGRESS, 1)
+
+    def wait(self, key: str) -> None:
+        """Until a key is there, as long as any rank makes progress; this rank's time goes on where none does.
+
+        Raises:
+            RankFailed: a rank has broken off, so that the key will not come.
+        """
+        assert self._store is not None
+        seen = 0
+        while True:
+            with suppress(dist.DistError):
+                self._store.wait([key], _POLL)
+                return
+            if self._store.check([BROKEN]):
+                raise RankFailed("another rank has broken off")
+            now = self._store.add(_PROGRESS, 0)
+            if now != seen:
+                seen, self._since = now, time.monotonic()
 
     def close(self) -> None:
         """Stop watching."""
@@ -58,6 +85,20 @@ class Watch:
             if stage is not None and time.monotonic() - self._since > self.timeout_seconds:
                 self._expired(stage)
                 return
+
+
+def wait_for_reports(store: dist.Store, keys: Mapping[int, str], timeout_seconds: float) -> list[int]:
+    """Ranks whose key has not come when no rank has made progress for so long."""
+    missing, seen, since = dict(keys), 0, time.monotonic()
+    while missing and time.monotonic() - since < timeout_seconds:
+        missing = {rank: key for rank, key in missing.items() if not store.check([key])}
+        now = store.add(_PROGRESS, 0)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if missing:
+            with suppress(dist.DistError):
+                store.wait([next(iter(missing.values()))], _POLL)
+    return sorted(missing)
 
 
 def judge_standstill(stage: str, timeout_seconds: float, meeting: Meeting | None, order: tuple[str, ...]) -> Finding:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwright.errors import RankFailed
 from shardwright.layout import Layout
 from shardwright.probe.clock import Offset, estimate_offset
 from shardwright.probe.doctor import examine_rank
 from shardwright.probe.examination import STAGES, Order
 from shardwright.probe.rendezvous import Meeting, NotMet, Seat, meet, reach
 from shardwright.probe.storage import Folder, existing, look_for_others, time_write
-from shardwright.probe.watch import Watch, judge_standstill
+from shardwright.probe.watch import BROKEN, Watch, judge_standstill, wait_for_reports
 from shardwright.train.ranks import RankEnvironment
 
 
@@ -175,3 +176,29 @@ def test_who_is_behind_is_named() -> None:
     store.set("stage/1", "correctness")
     store.set("stage/2", "collectives")
     assert "every rank is in it" in judge_standstill("correctness", 60, meeting, STAGES).value
+
+
+def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke() -> None:
+    stores, expired = connected(2), []
+    watches = [Watch(1.5, expired.append, 0, store) for store in stores]
+
+    def be_slow(rank: int) -> Any:
+        with watches[rank].stage("products"):
+            if rank == 0:
+                watches[0].wait("begun/copies")  # longer than its own time-out
+                with pytest.raises(RankFailed, match="broken off"):
+                    watches[0].wait("begun/folders")
+                return wait_for_reports(stores[0], {0: "here", 1: "report/1", 2: "report/2"}, 0.5)
+            for _ in range(5):
+                time.sleep(0.6)
+                watches[1].progress()
+            stores[1].set("begun/copies", "1")
+            stores[1].set("report/1", "{}")
+            stores[1].set("here", "1")
+            stores[1].set(BROKEN, "1")
+            return None
+
+    assert in_threads(2, be_slow) == [[2], None]
+    for watch in watches:
+        watch.close()
+    assert expired == []

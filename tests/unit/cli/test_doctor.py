@@ -1,0 +1,80 @@
+"""The doctor's words: tables that fit the terminal, exit codes, and options that contradict each other."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwright.cli.doctor_table import show
+from shardwright.cli.main import run
+from shardwright.errors import ExitCode
+from shardwright.probe.bandwidth import GroupTime, judge_collectives
+from shardwright.probe.finding import Finding
+
+RANKS = tuple(range(8))
+TRAFFIC = judge_collectives(
+    [
+        GroupTime("dp_shard = fsdp = all", RANKS, kind, size, size / rate)
+        for kind, rate in (("all_reduce", 4e9), ("all_gather", 400e9))
+        for size in (65536, 2**20, 2**24, 2**28)
+    ],
+    {RANKS: 8},
+    "NVIDIA H100 80GB HBM3",
+    None,
+)
+FINDINGS = [
+    Finding("host", "cores", "pass", "32 cores for 8 ranks"),
+    Finding(
+        "devices", "throttling, rank 3", "fail", "thermal slowdown (hardware) at 91 C", "Cool it: fans, air flow, inlet temperature"
+    ),
+    *TRAFFIC,
+]
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_tables_fit_and_say_what_to_do(width: int) -> None:
+    page = io.StringIO()
+    show(FINDINGS, Console(width=width, file=page))
+    lines = page.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= width
+    words = " ".join(page.getvalue().split())
+    assert "-> Cool it: fans, air flow, inlet temperature" in words
+    assert "64.00 KiB 1.00 MiB 16.00 MiB 256 MiB of peak" in words
+    assert "NCCL_DEBUG=INFO" in words  # beneath the row of the collective that falls short
+    assert "2 pass 0 warn 2 fail" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--device", "abacus"], "--device"),
+        (["--set", "seed=1"], "--set"),
+        (["--layout", "tp=3", "--nproc", "2"], "layout"),
+        (["--layout", "speed=3"], "--layout"),
+        (["--checklist", "r.yaml", "--recipe", "r.yaml"], "--checklist"),
+        (["--recipe", "no-such.yaml"], "no-such.yaml"),
+    ],
+)
+def test_wrong_words_are_told_before_anything_starts(words: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", *words]) == ExitCode.WRONG_INPUT
+    assert field in capsys.readouterr().err
+
+
+def test_a_checklist_that_fails_leaves_with_1_and_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
+        " vocab_size: 64, max_position_embeddings: 32}}\n"
+        f"data: {{sources: {tmp_path / 'corpus.txt'}, cache_dir: {tmp_path / 'cache'}}}\n"
+        "tokenizer: {kind: character}\n"
+        f"run: {{dir: {tmp_path / 'run'}}}\n"
+        "training: {sequence_length: 32, micro_batch_size: 2, max_steps: 4, learning_rate: 1e-3}\n"
+    )
+    assert run(["doctor", "--checklist", str(tmp_path / "r.yaml"), "--nproc", "1", "--json"]) == ExitCode.CHECK_FAILED
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema_version"] == 1
+    failed = [finding for finding in told["findings"] if finding["verdict"] == "fail"]
+    assert any("corpus.txt" in finding["value"] for finding in failed)
