@@ -33,7 +33,7 @@ def test_ranks_that_a_launcher_started_are_not_rehearsed_each() -> None:
 
 @pytest.mark.parametrize(
     ("found", "told"),
-    [(Rehearsed(1, "rank 1 skips an all_reduce"), "rank 1 skips"), (Rehearsed(100 * 2**30), "100.00 GiB")],
+    [(Rehearsed(1, "rank 1 skips an all_reduce"), "rank 1 skips"), (Rehearsed(100 * 2**30), "take 100 GiB")],
 )
 def test_what_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch, found: Rehearsed, told: str) -> None:
     monkeypatch.setattr(rehearse, "rehearse_and_show", lambda *_args, **_options: found)
