@@ -54,7 +54,7 @@ def _show_lines(console: Console, findings: Sequence[Finding], narrow: bool) -> 
 
 
 def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -> None:
-    """A table per group: collectives down, messages across, bus bandwidth in GB/s inside, the link's peak beside; what falls short below."""
+    """A table per group: collectives down, messages across, bus bandwidth in GB/s inside; below it what falls short."""
     for axis in dict.fromkeys(finding.numbers["axis"] for finding in findings):
         own = [finding for finding in findings if finding.numbers["axis"] == axis]
         numbers = own[0].numbers
