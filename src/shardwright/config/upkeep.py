@@ -93,6 +93,9 @@ class RunSection(Section):
     """Steps between lines of the log (events.jsonl has every step)."""
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Optional sinks beside events.jsonl."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Steps that are profiled, by their numbers in the log: all ranks on one clock, one trace for Perfetto or chrome://tracing in
+    `profile/` of the run folder. A profiled step is slower."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
