@@ -76,7 +76,6 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all(torch.equal(read_tensor(ours, name), read_tensor(theirs, name)) for name in ours.manifest.tensors)
 
 
-@pytest.mark.long
 def test_a_spike_takes_the_run_back_and_past_the_data(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         spike_at(patch, {6})
@@ -91,14 +90,12 @@ def test_a_spike_takes_the_run_back_and_past_the_data(tmp_path: Path) -> None:
         assert_same_weights(spiked, run(tmp_path, "by-hand"))
 
 
-@pytest.mark.long
 def test_a_checkpoint_farther_back_is_taken_where_the_recipe_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike_at(monkeypatch, {6})
     (back,) = read_events(run(tmp_path, "run", {"window_steps": 3, "at_least_steps_before": 3})).of(RolledBack)
     assert (back.step, back.num_samples) == (2, 4 * BATCH)
 
 
-@pytest.mark.long
 def test_rollbacks_are_bounded_and_what_comes_after_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike_at(monkeypatch, {6, 10})
     events = read_events(run(tmp_path, "run", {"window_steps": 3, "max_rollbacks": 1}))
@@ -106,7 +103,6 @@ def test_rollbacks_are_bounded_and_what_comes_after_is_told(tmp_path: Path, monk
     assert any("1 rollbacks were made: training goes on" in event.message for event in events.of(Warned))
 
 
-@pytest.mark.long
 def test_too_many_steps_without_a_finite_gradient_take_the_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_at(monkeypatch, {5, 6})
     with pytest.raises(NonFiniteError):
@@ -117,7 +113,6 @@ def test_too_many_steps_without_a_finite_gradient_take_the_run_back(tmp_path: Pa
     assert "2 steps in a row up to step 6" in back.reason
 
 
-@pytest.mark.long
 def test_moments_stay_clean_where_one_gradient_is_not_a_number(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         poison_at(patch, {5})
