@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardwright.architecture.parameters import ParameterSpec
+from shardwright.architecture.parameters import ParameterSpec, Role
 
-EXPERT_ROLES = ("expert_gate_up", "expert_down")
+EXPERT_ROLES: tuple[Role, ...] = ("expert_gate_up", "expert_down")
 """Roles of parameters that hold all experts of a layer, of which a token meets a few."""
 
 _PARTS = {

@@ -1,7 +1,7 @@
 """Frozen matrices held in 4 bits: which, and how their rows lie in bytes. Torch-free.
 
-A matrix `[.., rows, columns]` becomes bytes `[.., rows, packed_width(columns)]`: of each row first the codes, two to a byte, then
-an fp32 scale per block of 64 elements. Blocks belong to a row of the whole matrix, the last one of a row being what remains, so a cut
+A matrix `[.., rows, columns]` becomes bytes `[.., rows, packed_width(columns)]`: of a row first the codes, two to a byte, then
+an fp32 scale per block of 64 elements. Blocks belong to a row of the whole matrix, the last being what remains, so a cut
 between rows never meets one. What is cut is bytes, by the same descriptor as everything else: every layout holds the same base.
 
 Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), without its second quantisation (of the scales): 4.5 bits per element.

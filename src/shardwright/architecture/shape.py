@@ -16,8 +16,8 @@ from shardwright.architecture.adapters import AdapterShape, adapted_parameters
 from shardwright.architecture.experts import ExpertShape, expert_parameters
 from shardwright.architecture.latent import LatentShape, latent_parameters
 from shardwright.architecture.names import LLAMA, Names
-from shardwright.architecture.quantised import pack_parameters
 from shardwright.architecture.parameters import Init, Normal, Ones, ParameterSpec, Role, Zeros
+from shardwright.architecture.quantised import pack_parameters
 from shardwright.errors import ArchitectureError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]

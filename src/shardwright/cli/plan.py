@@ -131,7 +131,7 @@ def _check_emit(system: str | None, out: Path | None) -> None:
 
 def _emitted(system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, out: Path | None) -> dict[str, Any]:
     """The chosen layout as another system's configuration; what that cannot say goes to standard error, too."""
-    from shardwright.config.adapters import AdapterSection
+    from shardwright.config.adapters import AdapterSection, QuantizeKind
     from shardwright.config.training import PrecisionKind
     from shardwright.interop.emit import emit
     from shardwright.interop.emitted import Subject
@@ -141,7 +141,7 @@ def _emitted(system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, ou
     candidate = chosen.candidate
     settled = put_in(recipe, candidate)
     if candidate.adapter is not None:
-        quantize = "nf4" if candidate.adapter.quantised else None
+        quantize: QuantizeKind | None = "nf4" if candidate.adapter.quantised else None
         settled = settled.model_copy(update={"adapters": AdapterSection(rank=candidate.adapter.rank, quantize=quantize)})
     if candidate.precision in get_args(PrecisionKind):
         settled = settled.model_copy(update={"precision": settled.precision.model_copy(update={"kind": candidate.precision})})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import AdapterShape, ParameterSpec, RowNorms
+from shardwright.architecture.parameters import AdapterPart
 from shardwright.model.init import Narrow, initialise
 
 _ROWS_AT_ONCE = 1 << 24
@@ -30,7 +31,7 @@ def row_norms(weight_FD: Tensor, a_RD: Tensor | None = None, b_FR: Tensor | None
     return torch.cat(lengths)
 
 
-def merged_weight(weight: Tensor, read: Callable[[str], Tensor], adapters: AdapterShape, *, in_out: bool) -> Tensor:
+def merged_weight(weight: Tensor, read: Callable[[AdapterPart], Tensor], adapters: AdapterShape, *, in_out: bool) -> Tensor:
     """W with its adapter put in, in fp32 at least and lying as W lies.
 
     Args:

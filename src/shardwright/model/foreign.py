@@ -96,7 +96,7 @@ class ForeignDecoder(Decoder):
             with torch.device("meta"):
                 module.lora_A = Linear(module.in_features, adapters.rank, bias=False)
                 module.lora_B = Linear(adapters.rank, module.out_features, bias=False)
-            module.forward = _beside(module, adapters.scale)  # type: ignore[method-assign]
+            module.forward = _beside(module, adapters.scale)  # type: ignore[method-assign, assignment]
             self._adapted.append(module)
 
     @contextmanager

@@ -295,10 +295,9 @@ def _pass_through(module: nn.Module, head: nn.Module) -> tuple[bool, set[str]]:
     linear = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
     handles = [part.register_forward_pre_hook(note(name)) for name, part in linear]
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
-    mask = torch.zeros(
-        1, 1, _PROBE_TOKENS, _PROBE_TOKENS, device="meta"
-    )  # given one, most classes ask for no values to make theirs
-    head.forward = give_back  # type: ignore[method-assign, assignment]
+    # Given a mask, most classes ask for no values to make theirs.
+    mask = torch.zeros(1, 1, _PROBE_TOKENS, _PROBE_TOKENS, device="meta")
+    head.forward = give_back
     plain = False
     for given in ({}, {"attention_mask": mask}):
         seen.clear()

@@ -34,8 +34,8 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.zeros import keep_zeros
 from shardwright.train.claim import claimed_store
 from shardwright.train.outcome import first_line
-from shardwright.train.preflight import Checked
 from shardwright.train.preference import PreferenceObjective, wants_frozen_reference
+from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment
 from shardwright.train.step import TOKENS, Objective
 

@@ -152,9 +152,7 @@ def _build(problem: Problem) -> Decoder:
     shape, dtype = problem.case.shape(problem.shape), problem.torch_dtype
     explicit = problem.attention == "explicit"
     kind = PlainForeign if isinstance(shape, ForeignShape) else Decoder
-    decoder = kind(
-        shape, attention="explicit" if explicit else "auto", compute_dtype=dtype, expert_rules=problem.case.expert_rules
-    )
+    decoder = kind(shape, attention="explicit" if explicit else "auto", compute_dtype=dtype, expert_rules=problem.case.expert_rules)
     decoder = decoder.to(dtype).to_empty(device="cpu")
     specs = {spec.name: spec for spec in shape.parameters()}
     with torch.no_grad():
