@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 PYTEST := $(BIN)/python -m pytest
-# Tests that start ranks run one after another, the others beside them: tests/conftest.py.
-BESIDE := --numprocesses 2 --dist loadgroup
+# Tests that start ranks run one after another, the others beside them: tests/conftest.py. One thread a process: they are many.
+TESTS  := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2 --dist loadgroup
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup demo test check test-all verify-all bench gpu format clean
@@ -31,7 +31,7 @@ demo: $(STAMP) ## learn Python from its own standard library: two processes, ZeR
 	@$(BIN)/python -m recipes.demo
 
 test: $(STAMP) ## all tests but the long suites
-	@$(PYTEST) $(BESIDE) -m "not long and not gpu"
+	@$(TESTS) -m "not long and not gpu"
 
 check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
 	@$(BIN)/ruff format --check src tests benchmarks recipes
@@ -40,7 +40,7 @@ check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
 	@$(PYTEST) -q -m "not long" tests/architecture tests/unit src --doctest-modules
 
 test-all: $(STAMP) ## everything: the full layout matrix, soaks and fuzzers too
-	@$(PYTEST) $(BESIDE)
+	@$(TESTS)
 
 verify-all: $(STAMP) ## gradients of every cut, pair and product against one process: the whole matrix
 	@$(BIN)/shardwright verify --all
