@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["model.vocab_size", "token id 13", "vocab_size of 5"],
     ),
     "a model folder that is not there": (["--set", "model={path: /no/such/model}"], ["/no/such/model"]),
-    "a model that we do not compute": (["--set", "model.config.model_type=mamba"], ["mamba", "llama"]),
+    "a model that only its own class can begin": (["--set", "model.config.model_type=mamba"], ["model.init", "mamba"]),
     "a model field that we do not know": (["--set", "model.config.rope_twist=3"], ["rope_twist"]),
     "a device that is not there": (["--nproc", "2", "--set", "run.device=cuda"], ["run.device", "cuda"]),
     "a sink whose package is not there": (["--nproc", "2", "--set", "run.sinks=[wandb]"], ["run.sinks", "wandb"]),

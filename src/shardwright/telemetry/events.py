@@ -38,10 +38,8 @@ from shardwright.telemetry.kinds import (
     SkippedStep,
     Step,
     Warned,
-    decode,
-    encode,
-    make_event,
 )
+from shardwright.telemetry.lines import decode, encode, make_event
 
 __all__ = [
     "FILE_NAME",

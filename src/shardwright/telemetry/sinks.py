@@ -20,6 +20,7 @@ from shardwright.telemetry.events import (
     Preempted,
     Profiled,
     Resumed,
+    RolledBack,
     RunFinished,
     RunStarted,
     SkippedStep,
@@ -78,6 +79,11 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             return f"profile of step {event.step:,}  {event.path}  ({ranks} on one clock, within {error})"
         case Resumed():
             return f"resumed at step {event.step:,} from {event.path}"
+        case RolledBack():
+            return (
+                f"back from step {event.from_step:,} to step {event.step:,} ({PurePath(event.path).name}): {event.reason}; "
+                f"{event.num_samples:,} samples from position {event.first_sample:,} on are left out"
+            )
         case SkippedStep():
             scale = f", loss scale now {event.loss_scale:g}" if event.loss_scale is not None else ""
             return f"skipped step {event.step:,}: {event.reason} ({event.in_a_row} in a row{scale})"

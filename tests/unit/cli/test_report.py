@@ -46,6 +46,7 @@ def test_a_page_that_cannot_be_written_is_wrong_input(tmp_path: Path) -> None:
         report_command([run], out=tmp_path / "absent" / "page.html")
 
 
-def test_a_folder_without_events_is_wrong_input(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"events\.jsonl"):
-        report_command([tmp_path])
+def test_a_folder_without_events_is_shown_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report_command([tmp_path])
+    assert "no events to show yet" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()

@@ -79,6 +79,7 @@ def test_losses_of_packed_documents_are_those_of_each_alone(family: str, tmp_pat
     torch.testing.assert_close(whole_BTV[0, 5:9], theirs(ids_BT[:1, 5:9]).logits[0].detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks by transformers' former name
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

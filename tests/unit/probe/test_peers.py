@@ -180,7 +180,7 @@ def test_who_is_behind_is_named() -> None:
 
 def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke() -> None:
     stores, expired = connected(2), []
-    watches = [Watch(1.5, expired.append, 0, store) for store in stores]
+    watches = [Watch(3.0, expired.append, 0, store) for store in stores]
 
     def be_slow(rank: int) -> Any:
         with watches[rank].stage("products"):
@@ -189,7 +189,7 @@ def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke() 
                 with pytest.raises(RankFailed, match="broken off"):
                     watches[0].wait("begun/folders")
                 return wait_for_reports(stores[0], {0: "here", 1: "report/1", 2: "report/2"}, 0.5)
-            for _ in range(5):
+            for _ in range(6):
                 time.sleep(0.6)
                 watches[1].progress()
             stores[1].set("begun/copies", "1")

@@ -26,7 +26,7 @@ from shardwright.telemetry.events import (
     Warned,
     surviving,
 )
-from shardwright.telemetry.kinds import encode
+from shardwright.telemetry.lines import encode
 from tests.unit.telemetry.samples import pipeline_event, ranks_event, start_event, step_event
 
 Loss = Callable[[int], float]

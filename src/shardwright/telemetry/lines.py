@@ -1,0 +1,111 @@
+"""An event as one line of JSON and back; what each kind holds is `kinds`'."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from shardwright.errors import InputError, nearest
+from shardwright.telemetry.kinds import EVENT_TYPES, SCHEMA_VERSION, Event
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""JSON has no NaN: a loss that is not finite is written as one of these strings and read back as the float."""
+
+
+def make_event(kind: str, **values: Any) -> Event:
+    """The typed event of a kind.
+
+    Raises:
+        InputError: a kind that does not exist, or fields that are missing or unknown.
+
+    >>> make_event("warning", message="slow disk").message
+    'slow disk'
+    """
+    event_type = EVENT_TYPES.get(kind)
+    if event_type is None:
+        near = nearest(kind, EVENT_TYPES)
+        raise InputError(
+            "no such kind of event",
+            field="kind",
+            got=kind,
+            allowed=", ".join(EVENT_TYPES),
+            remedy=f"Meant `{near}`?" if near else None,
+        )
+    known = {f.name for f in fields(event_type)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise InputError(f"a `{kind}` event has no such field", field=unknown[0], allowed=", ".join(sorted(known)))
+    missing = [f.name for f in fields(event_type) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise InputError(f"a `{kind}` event needs it", field=missing[0])
+    return event_type(**values)
+
+
+def encode(event: Event) -> str:
+    """The event as one line of JSON, without the newline."""
+    record: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": event.kind}
+    record["time"] = round(event.time, 3)
+    record["elapsed_seconds"] = round(event.elapsed_seconds, 4)
+    for field in fields(event):
+        if field.name not in record:
+            value = getattr(event, field.name)
+            if value is not None or field.name == "step":
+                record[field.name] = value
+    try:
+        return json.dumps(record, allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        return json.dumps(_spell_non_finite(record), allow_nan=False, ensure_ascii=False)
+
+
+def _spell_non_finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _spell_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_non_finite(item) for item in value]
+    return value
+
+
+def _readers(event_type: type[Event]) -> dict[str, str]:
+    """How each field is read back: `float` knows the spelled non-finite values, lists become the tuples that they were."""
+
+    def reader(spelled: str) -> str:
+        for start, name in (("tuple[tuple", "tuples"), ("tuple", "tuple"), ("dict[str, tuple", "named tuples"), ("dict", "")):
+            if spelled.startswith(start):
+                return name
+        return "float" if "float" in spelled else ""
+
+    return {field.name: reader(str(field.type)) for field in fields(event_type)}
+
+
+_READERS = {kind: _readers(event_type) for kind, event_type in EVENT_TYPES.items()}
+
+
+def decode(record: Mapping[str, Any]) -> Event:
+    """The event of a parsed line. Fields that this version does not know are left out: the schema may grow.
+
+    Raises:
+        KeyError: the kind is unknown.
+        TypeError, ValueError: a field is missing or no number where one belongs.
+    """
+    kind = record["kind"]
+    event_type = EVENT_TYPES[kind]
+    values: dict[str, Any] = {}
+    for name, reader in _READERS[kind].items():
+        if name not in record:
+            continue
+        value = record[name]
+        if reader == "float" and value is not None:
+            value = _NON_FINITE[value] if isinstance(value, str) and value in _NON_FINITE else float(value)
+        elif reader == "tuple":
+            value = tuple(value)
+        elif reader == "tuples":
+            value = tuple(map(tuple, value))
+        elif reader == "named tuples":
+            value = {key: tuple(row) for key, row in value.items()}
+        values[name] = value
+    return event_type(**values)
