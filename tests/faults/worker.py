@@ -169,7 +169,11 @@ def arm_hangs(faults: Faults) -> None:
     from shardwright.train import loop
 
     if faults.due("hold"):
-        ctypes.PyDLL(None).sleep(3600)  # PyDLL: unlike CDLL it keeps the lock
+        # PyDLL keeps the interpreter's lock where CDLL does not; no signal wakes who waits for a mutex of his own.
+        c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(256)
+        c.pthread_mutex_init(mutex, None)
+        c.pthread_mutex_lock(mutex)
+        c.pthread_mutex_lock(mutex)
     if faults.due("sleep"):
         time.sleep(3600)
     if faults.due("skip"):

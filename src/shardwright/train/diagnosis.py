@@ -22,6 +22,8 @@ SILENT_SECONDS = 6 * BEAT_SECONDS
 """A heartbeat this much older than the youngest one stands still; a busy machine delays one by a beat or two."""
 _COMPARED = 64
 """Collectives after a difference that tell who skipped one."""
+_REMEMBERED = 8
+"""Collectives before a difference by which its place in an earlier step is found."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def find_skip(views: Sequence[PulseView]) -> Verdict | None:
 def _name_skip(
     channel: Channel, courses: Mapping[int, Mapping[int, Entered]], found: Mapping[int, Entered], number: int
 ) -> Verdict:
-    """Whose course, moved on by one, is the others'."""
+    """Whose course, moved on by one, is the others'; where all stand still at once, whose is not that of the steps before."""
 
     def agreement(rank: int, other: int) -> int:
         mine, theirs = courses[rank], courses[other]
@@ -127,14 +129,26 @@ def _name_skip(
     if count > len(found) / 2 and len(odd) == 1:
         rank = odd[0]
     else:
+        usual = _usual_at(number, next(iter(courses.values())))
+        strangers = [rank for rank, entered in found.items() if usual is not None and not entered.same_as(usual)]
         pairs = [(rank, other) for rank in found for other in found if rank != other]
-        rank = max(pairs, key=lambda pair: agreement(*pair))[0]
+        rank = max(pairs, key=lambda pair: (agreement(*pair), pair[0] in strangers))[0]
     theirs = next(entered for other, entered in found.items() if other != rank and not entered.same_as(found[rank]))
     return Verdict(
         (rank,),
         f"rank {rank} skipped {theirs} of {channel.name}: it entered {found[rank].operation} "
         f"({found[rank].elements:,} elements) in its place",
     )
+
+
+def _usual_at(number: int, course: Mapping[int, Entered]) -> Entered | None:
+    """What came last time after the collectives that came before `number`; None where nothing like them is remembered."""
+    before = [course.get(number - back) for back in range(1, _REMEMBERED + 1)]
+    for place in range(number - 1, number - _COMPARED * _REMEMBERED, -1):
+        then = [course.get(place - back) for back in range(1, _REMEMBERED + 1)]
+        if place in course and all(a is not None and b is not None and a.same_as(b) for a, b in zip(before, then, strict=True)):
+            return course[place]
+    return None
 
 
 def _missing(culprits: Sequence[int], gaps: Sequence[Gap], views: Sequence[PulseView], now: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from shardwright.train.diagnosis import diagnose, find_skip
 from shardwright.train.pulse import Channel, Entered, PulseView, channel_of
 
@@ -89,6 +91,18 @@ def test_a_rank_that_skipped_a_collective_is_named_by_what_came_after() -> None:
         assert "rank 1 skipped all_reduce #3 (3 elements)" in found.message
         assert "it entered broadcast" in found.message
     assert find_skip([rank(0, course), rank(1, course[:3]), rank(2, course)]) is None
+
+
+@pytest.mark.parametrize("skipper", [0, 1])
+def test_where_two_ranks_stand_still_at_once_the_steps_before_tell_who_skipped(skipper: int) -> None:
+    last, following = (WORLD, "all_reduce", 3), (WORLD, "broadcast", 5)
+    step = [*[(WORLD, "all_gather", size) for size in range(8)], last, following]
+    waiting, skipping = [*step, *step[:9]], [*step, *step[:8], following]
+    courses = [waiting, skipping] if skipper == 1 else [skipping, waiting]
+    found = find_skip([rank(number, course, world_size=2) for number, course in enumerate(courses)])
+    assert found is not None
+    assert found.culprits == (skipper,)
+    assert f"rank {skipper} skipped all_reduce #19 (3 elements)" in found.message
 
 
 def test_what_is_on_other_machines_is_said_to_be_there() -> None:
