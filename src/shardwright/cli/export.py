@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,8 @@ from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, sho
 from shardwright.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from shardwright.model.export import ExportedFolder
+    from shardwright.train.adapters import ExportedAdapters
     from shardwright.train.source import ModelSource
 
 SCHEMA_VERSION = 1
@@ -65,18 +67,7 @@ def export_command(
         f"{'loaded back with transformers, logits agree' if check else 'not loaded back'}\n"
     )
     if json_output:
-        told = {
-            "schema_version": SCHEMA_VERSION,
-            "source": model.name,
-            "step": model.step,
-            "path": str(out),
-            "dtype": word,
-            "weight_files": written.weight_files,
-            "num_parameters": written.num_parameters,
-            "weights_bytes": written.weights_bytes,
-            "checked": check,
-        }
-        sys.stdout.write(json.dumps(told) + "\n")
+        _tell(model, out, word, written, weight_files=written.weight_files, checked=check)
 
 
 def _export_adapters(model: ModelSource, out: Path, dtype: str, *, overwrite: bool, check: bool, json_output: bool) -> None:
@@ -95,16 +86,19 @@ def _export_adapters(model: ModelSource, out: Path, dtype: str, *, overwrite: bo
         f"{format_bytes(written.weights_bytes)}; {held}\n"
     )
     if json_output:
-        told = {
-            "schema_version": SCHEMA_VERSION,
-            "source": model.name,
-            "step": model.step,
-            "path": str(out),
-            "dtype": word,
-            "weight_files": ["adapter_model.safetensors"],
-            "num_parameters": written.num_parameters,
-            "weights_bytes": written.weights_bytes,
-            "checked": check,
-            "held_against": written.held_against,
-        }
-        sys.stdout.write(json.dumps(told) + "\n")
+        files = ["adapter_model.safetensors"]
+        _tell(model, out, word, written, weight_files=files, checked=check, held_against=written.held_against)
+
+
+def _tell(model: ModelSource, out: Path, dtype: str, written: ExportedFolder | ExportedAdapters, **more: Any) -> None:
+    """What was written, as one object on standard output."""
+    told = {
+        "schema_version": SCHEMA_VERSION,
+        "source": model.name,
+        "step": model.step,
+        "path": str(out),
+        "dtype": dtype,
+        "num_parameters": written.num_parameters,
+        "weights_bytes": written.weights_bytes,
+    }
+    sys.stdout.write(json.dumps(told | more) + "\n")
