@@ -140,7 +140,7 @@ def rate_at(checked: Checked, step: int) -> float:
 def our_losses(document: dict[str, Any]) -> list[float]:
     """Every step's loss, as the trainer computes it."""
     checked = ready(document)
-    state = build_state(checked, torch.device("cpu"), lambda answer: answer)
+    state = build_state(checked, torch.device("cpu"))
     order = SampleOrder(checked.recipe.seed, len(checked.data.train))
     rank = RankGrid(checked.plan.layout).data_rank(dist.get_rank() if dist.is_initialized() else 0)
     found = []

@@ -92,7 +92,7 @@ def run(case: Case, pace: Pace) -> None:
     checked = check(recipe, ranks.world_size)
     meeting = Meeting(ranks, device)
     with tempfile.TemporaryDirectory() as folder, _speaker(Path(folder), ranks, pace) as speaker:
-        state = build_state(checked, device, meeting.any)
+        state = build_state(checked, device)
         saver = Saver(checked, state, speaker, RunFolder(Path(folder)))
         loop = Loop(checked, state, ranks, device, speaker, meeting, saver, StopRequest())
         pace.details["wrapped"] = f"{type(state.model.module).__name__}, {checked.plan.layout}"

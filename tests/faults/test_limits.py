@@ -61,37 +61,68 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def start_rank(recipe: Path, folder: Path, port: int, rank: int, temporary: Path) -> subprocess.Popen[str]:
+HELD_STEPS = """
+import sys, time
+from pathlib import Path
+marks = Path(sys.argv.pop(1))
+from shardwright.train import loop
+step = loop.Loop._step
+def held(self):
+    (marks / f"at-work-{self.ranks.rank}").touch()
+    while not (marks / "go").exists():
+        time.sleep(0.05)
+    return step(self)
+loop.Loop._step = held
+from shardwright.cli.main import main
+main(["train", *sys.argv[1:]])
+"""
+"""No step is taken before there is a file `go`: the ranks are at work for as long as a test wants them to be."""
+
+
+def start_rank(recipe: Path, folder: Path, port: int, rank: int, temporary: Path, marks: Path) -> subprocess.Popen[str]:
     """One rank as torchrun or srun starts it."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
         "WORLD_SIZE": "2", "TMPDIR": str(temporary),
     }  # fmt: skip
-    command = [sys.executable, "-m", "shardwright", "train", str(recipe), "--run-dir", str(folder)]
+    command = [sys.executable, "-c", HELD_STEPS, str(marks), str(recipe), "--run-dir", str(folder)]
+    command += ["--set", "run.timeout_seconds=600"]
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
+def wait_until_at_work(ranks: list[subprocess.Popen[str]], marks: Path) -> None:
+    while not all((marks / f"at-work-{rank}").exists() for rank in range(len(ranks))):
+        for process in ranks:
+            assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("one_machine", [True, False])
+@pytest.mark.parametrize(
+    ("rank", "machine", "words"),
+    [
+        (1, "one", "two processes say they are rank 1"),  # found by the pulse
+        (1, "two", "rank 1 is taken"),  # by the claim in the store; here a machine is a folder for temporary files
+        (0, "two", "already"),  # by the run folder, which is the first rank's
+    ],
+)
 def test_a_second_process_of_a_rank_is_refused_and_harms_nobody(
-    recipe: Path, untroubled: Path, tmp_path: Path, one_machine: bool
+    recipe: Path, untroubled: Path, tmp_path: Path, rank: int, machine: str, words: str
 ) -> None:
-    """Found by the pulse on one machine, by the claim in the store on two (here: two folders for temporary files)."""
     port, folder = free_port(), tmp_path / "run"
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    ranks = [start_rank(recipe, folder, port, 0, tmp_path / "one")]
-    while not list((tmp_path / "one").glob("shardwright-*/rank-0.pulse")):
-        assert ranks[0].poll() is None
-        time.sleep(0.05)
-    ranks.append(start_rank(recipe, folder, port, 1, tmp_path / "one"))
-    while not list((tmp_path / "one").glob("shardwright-*/rank-1.pulse")):
-        assert ranks[1].poll() is None
-        time.sleep(0.05)
-    double = start_rank(recipe, folder, port, 1, tmp_path / ("one" if one_machine else "two"))
-    _, told = double.communicate(timeout=200)
-    endings = [rank.communicate(timeout=200)[1] for rank in ranks]
-    assert double.returncode == ExitCode.WRONG_INPUT, told
-    assert ("two processes say they are rank 1" if one_machine else "rank 1 is taken") in told
-    assert [rank.returncode for rank in ranks] == [ExitCode.DONE, ExitCode.DONE], endings
+    ranks = [start_rank(recipe, folder, port, number, tmp_path / "one", tmp_path) for number in range(2)]
+    try:
+        wait_until_at_work(ranks, tmp_path)
+        double = start_rank(recipe, folder, port, rank, tmp_path / machine, tmp_path)
+        _, told = double.communicate(timeout=200)
+        assert double.returncode == ExitCode.WRONG_INPUT, told
+        assert words in told
+        (tmp_path / "go").touch()
+        endings = [process.communicate(timeout=200)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [ExitCode.DONE, ExitCode.DONE], endings
+    finally:
+        for process in ranks:
+            process.kill()
     assert_same_end(folder, untroubled)

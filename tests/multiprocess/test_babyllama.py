@@ -50,7 +50,7 @@ def losses(document: dict[str, Any]) -> list[float]:
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     checked = check(validate_recipe(document), world_size)
     device = torch.device("cpu")
-    state = build_state(checked, device, lambda answer: answer)
+    state = build_state(checked, device)
     recipe, batch = checked.recipe, checked.plan.batch
     order = SampleOrder(recipe.seed, len(checked.data.train))
     data_rank = RankGrid(checked.plan.layout).data_rank(rank)

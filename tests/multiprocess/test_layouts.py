@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plan import BatchPlan, Plan
 from shardwright.train.step import StepTimes, accumulate_gradients, update
+from shardwright.verify.grid import MODELS
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 
@@ -105,6 +107,28 @@ def held_dtypes(layout: Layout, precision: PrecisionSection) -> set[torch.dtype]
     for _, parameter in model.named_parameters():
         held |= {parameter.dtype} | {optimizer.state[parameter][moment].dtype for moment in ("exp_avg", "exp_avg_sq")}
     return held
+
+
+def update_after_a_copy_went_bad(layout: Layout) -> tuple[bool, float, bool]:
+    """Skipped, norm, moved: of a step in which the last rank's own copy of a summed gradient loses a number."""
+    model = build(layout, PrecisionSection(), MODELS["dense"])
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    accumulate_gradients(model, micro_batches(dist.get_rank() if layout.tp == 1 else 0), seed=0, step=0)
+    if dist.get_rank() == layout.world_size - 1:
+        norm = next(parameter for name, parameter in model.named_parameters() if name == "model.norm.weight")
+        assert norm.grad is not None
+        norm.grad[0] = torch.nan
+    done = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    return done.skipped, done.gradient_norm, any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], Layout(tp=2)], ids=str)
+def test_a_copy_that_goes_bad_after_the_sums_makes_every_rank_skip(ranks: RankPool, layout: Layout) -> None:
+    for skipped, norm, moved in ranks.run(2, update_after_a_copy_went_bad, layout):
+        assert skipped
+        assert math.isnan(norm)
+        assert not moved
 
 
 def initial_weights(layout: Layout) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ def learn(document: dict[str, Any]) -> tuple[list[list[float]], dict[str, Tensor
     """Of every step loss, norm and rewards, then the validation loss; and the weights at the end."""
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     checked = check(validate_recipe(document), world_size)
-    state = build_state(checked, torch.device("cpu"), lambda answer: answer)
+    state = build_state(checked, torch.device("cpu"))
     objective, model = state.objective, state.model
     assert isinstance(objective, PreferenceObjective)
     order = SampleOrder(checked.recipe.seed, len(checked.data.train))

@@ -1,7 +1,7 @@
 """What decides the bits: loss, precision, recompute, norm and clip, and the ceiling that speed is held against."""
 
 from shardwright.numerics.ceiling import measure_matmul_flops_per_second
-from shardwright.numerics.clip import clip_, clip_coefficient, global_norm, scale_
+from shardwright.numerics.clip import agree_on_norm, clip_, clip_coefficient, global_norm, scale_
 from shardwright.numerics.loss import chunked_cross_entropy, token_losses
 from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
 from shardwright.numerics.preference import PairLosses, PreferenceTerms, preference_loss, response_log_probs
@@ -14,6 +14,7 @@ __all__ = [
     "PairLosses",
     "PreferenceTerms",
     "VocabularyShard",
+    "agree_on_norm",
     "chunked_cross_entropy",
     "clip_",
     "clip_coefficient",

@@ -33,8 +33,8 @@ def global_norm(
             listed on one of them only.
         device: where to sum on a rank that has no gradient at all; default that of the gradients.
 
-    The result is inf or nan on every rank when any gradient of any rank is, so ranks that act on it agree without asking again:
-    the step is skipped, never multiplied by. (An element above 1e19 overflows when squared in fp32 and counts as inf.)
+    The result is inf or nan on every rank that a shard which is reaches; `agree_on_norm` tells the others. Such a step is
+    skipped, never multiplied by. (An element above 1e19 overflows when squared in fp32 and counts as inf.)
     """
     shards: dict[tuple[str, ...], list[Tensor]] = {}
     for gradient, layout in gradients:
@@ -50,6 +50,19 @@ def global_norm(
     if stage_axes:
         total = sum_over(total, stage_axes)
     return total.sqrt()
+
+
+def agree_on_norm(norm: Tensor, sum_over_all: Callable[[Tensor], Tensor]) -> Tensor:
+    """`norm` (a scalar), or inf or nan where it is so on any rank: every rank then comes to the same decision about the step.
+
+    A copy that several ranks hold is counted by each from its own memory. Should one go bad after its sum (a flaky device), that
+    rank alone would see it, skip alone, and part from its replicas.
+
+    Args:
+        sum_over_all: sums a scalar in place over every rank of the run.
+    """
+    bad = sum_over_all(torch.where(norm.isfinite(), 0.0, norm))  # a sum keeps nan and inf; a maximum need not
+    return torch.where(bad == 0.0, norm, bad)
 
 
 _ROW = 4096

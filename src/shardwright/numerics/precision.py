@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +41,9 @@ def dtypes(precision: PrecisionSection) -> Dtypes:
 class LossScaler:
     """The factor by which the loss is multiplied before backward, so that small fp16 gradients do not vanish.
 
-    Every rank must take the same decision, or their weights part: `agree` turns this rank's "I saw inf or nan" into "somebody
-    did" (an all-reduce with MAX over all ranks). A bad step halves the scale and is to be skipped by every rank; after
-    `loss_scale_growth_steps` finite steps in a row it doubles. For other precisions than fp16 build none.
+    Every rank must take the same decision, or their weights part: what `update` is told is what the ranks have agreed on
+    (`numerics.clip.agree_on_norm`). A bad step halves the scale and is to be skipped; after `loss_scale_growth_steps` finite
+    steps in a row it doubles. For other precisions than fp16 build none.
 
     Source: Micikevicius et al. 2018, Mixed Precision Training, section 3.2; defaults of torch.amp.GradScaler.
     """
@@ -54,24 +53,23 @@ class LossScaler:
     LARGEST = 2.0**24
     """fp32 losses and gradients stay far from overflow; a larger scale gains nothing."""
 
-    def __init__(self, precision: PrecisionSection, agree: Callable[[bool], bool]) -> None:
+    def __init__(self, precision: PrecisionSection) -> None:
         self.scale = float(precision.initial_loss_scale)
         self.growth_steps = precision.loss_scale_growth_steps
         self.finite_steps = 0
-        self._agree = agree
 
-    def update(self, found_non_finite: bool) -> bool:
-        """Take this rank's finding, agree, move the scale; True when every rank must skip the step.
+    def update(self, skipped: bool) -> None:
+        """Move the scale after a step that every rank did, or skipped because its gradient was not finite.
 
         Raises:
             NonFiniteError: the scale fell below `SMALLEST`.
         """
-        if not self._agree(found_non_finite):
+        if not skipped:
             self.finite_steps += 1
             if self.finite_steps >= self.growth_steps:
                 self.scale = min(self.scale * 2.0, self.LARGEST)
                 self.finite_steps = 0
-            return False
+            return
         self.finite_steps = 0
         self.scale /= 2.0
         if self.scale < self.SMALLEST:
@@ -79,7 +77,6 @@ class LossScaler:
                 f"the fp16 loss scale fell below {self.SMALLEST:g} and gradients are still not finite: the run has diverged; "
                 "lower training.learning_rate, or use precision bf16 or fp32"
             )
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: the scale and how long it has held."""

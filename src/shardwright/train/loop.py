@@ -32,7 +32,7 @@ from shardwright.train.replicas import differing_replicas
 from shardwright.train.rollback import SpikeWatch
 from shardwright.train.saving import Saver
 from shardwright.train.setup import TrainState
-from shardwright.train.signals import StopRequest
+from shardwright.train.signals import StopRequest, name_cause
 from shardwright.train.step import accumulate_gradients, update
 from shardwright.train.stragglers import watch_for_slow_ranks
 from shardwright.train.watchdog import Vigil
@@ -134,7 +134,8 @@ class Loop:
                 with self.meter.checkpointing():
                     self.saver.save(best=improved, last=at_end or stop)
             if stop and not at_end:
-                reason = self.stop.name or "a signal to another rank"
+                # Which rank was asked first differs from rank to rank: all say the cause of the lowest rank that was asked.
+                reason = next(name_cause(int(cause)) for (cause,) in self.meeting.gather([self.stop.cause]) if cause)
                 self.speaker.write("preempted", step=state.step, reason=reason)
                 raise Preempted(f"{reason}: saved at step {state.step} of {total_steps}; --resume goes on")
         return last_loss

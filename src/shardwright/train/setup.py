@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -187,8 +187,8 @@ def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
     return read
 
 
-def build_state(checked: Checked, device: torch.device, agree: Callable[[bool], bool]) -> TrainState:
-    """Model, optimizer and loss scale at step 0. `agree` turns one rank's yes into everyone's."""
+def build_state(checked: Checked, device: torch.device) -> TrainState:
+    """Model, optimizer and loss scale at step 0."""
     recipe = checked.recipe
     model = build_model(checked, device)
     optimizer = build_optimizer(
@@ -201,7 +201,7 @@ def build_state(checked: Checked, device: torch.device, agree: Callable[[bool], 
     if recipe.model.keep_zeros:
         kept = keep_zeros(model, optimizer)
         logger.info("keep_zeros: %.1f%% of the trained matrices stay zero", 100.0 * kept.share)
-    scaler = LossScaler(recipe.precision, agree) if recipe.precision.kind == "fp16" else None
+    scaler = LossScaler(recipe.precision) if recipe.precision.kind == "fp16" else None
     return TrainState(model, optimizer, scaler, objective=build_objective(checked, model))
 
 

@@ -12,19 +12,28 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+LAUNCHER_DIED = -1
+"""The `StopRequest.cause` of a rank whose launcher is gone."""
+
 
 class StopRequest:
     """Whether somebody asked this process to stop, and how."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
+        self.cause = 0
+        """A signal's number or `LAUNCHER_DIED`; 0 where nobody asked. A number, so that ranks can tell it to each other."""
 
     def __bool__(self) -> bool:
-        return self.name is not None
+        return self.cause != 0
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """Signal handler. A second signal changes nothing: the save under way is what both asked for."""
-        self.name = self.name or signal.Signals(number).name
+        self.cause = self.cause or number
+
+
+def name_cause(cause: int) -> str:
+    """A `StopRequest.cause` in words."""
+    return "the launcher's death" if cause == LAUNCHER_DIED else signal.Signals(cause).name
 
 
 def stop_without_parent(request: StopRequest, every_seconds: float = 1.0) -> None:
@@ -34,7 +43,7 @@ def stop_without_parent(request: StopRequest, every_seconds: float = 1.0) -> Non
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(every_seconds)
-        request.name = request.name or "the launcher's death"
+        request.cause = request.cause or LAUNCHER_DIED
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 

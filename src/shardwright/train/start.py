@@ -168,7 +168,7 @@ def _train(
     began: float,
     fence: Fence | None,
 ) -> None:
-    state = build_state(checked, device, meeting.any)
+    state = build_state(checked, device)
     saver = Saver(checked, state, speaker, folder, ranks.speaks, fence=fence)
     loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop, vigil)
     _tell_start(loop)

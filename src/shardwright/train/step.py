@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwright.data.loader import MicroBatch
-from shardwright.layout import DATA_AXES
+from shardwright.layout import AXES, DATA_AXES
 from shardwright.model import DropoutKey
-from shardwright.numerics import LossScaler, clip_coefficient, global_norm, scale_
+from shardwright.numerics import LossScaler, agree_on_norm, clip_coefficient, global_norm, scale_
 from shardwright.optim import set_learning_rate
 from shardwright.parallel import ParallelModel
 from shardwright.train.experts import move_balance_biases
@@ -218,7 +218,8 @@ def update(
 ) -> StepUpdate:
     """Norm, clip, optimizer step, gradients dropped. A gradient that is not finite anywhere makes every rank skip.
 
-    The norm is the same number on every rank (shards are summed over all that hold one), so the decision is, too, without asking.
+    The norm is the same number on every rank (shards are summed over all that hold one), and not finite on all as soon as it is on
+    one, so the decision is the same, too.
 
     Args:
         learning_rate: for this step, every group.
@@ -230,10 +231,11 @@ def update(
     loss_scale = 1.0 if scaler is None else scaler.scale
     gradients = model.gradients()
     norm = global_norm(model.counted_gradients(), model.sum_over, stage_axes=model.stage_axes, device=model.device) / loss_scale
+    norm = agree_on_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
     gradient_norm = float(norm)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
-        skipped = scaler.update(skipped)
+        scaler.update(skipped)
     if not skipped:
         factor = 1.0 / loss_scale
         if max_grad_norm is not None:

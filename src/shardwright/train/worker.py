@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def main() -> int:
     with listening_for_stop() as stop:
         stop_without_parent(stop)
         if note_process(ranks.rank):
-            stop.name = "SIGTERM"
+            stop.cause = signal.SIGTERM
         try:
             from shardwright.config import load_recipe
             from shardwright.train.start import train_rank

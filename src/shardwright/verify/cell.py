@@ -109,7 +109,7 @@ def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]
     model = _build(problem, layout)
     section = problem.optimizer.model_copy(update={"name": "adamw"})
     optimizer = build_optimizer(model.named_parameters(), section, learning_rate=LEARNING_RATES[0], weight_decay=WEIGHT_DECAY)
-    scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=_LOSS_SCALE), model.any_rank)
+    scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=_LOSS_SCALE))
     max_grad_norms = reference["max_grad_norm"].tolist()
     norms, rates = [], []
     for step, rate in enumerate(LEARNING_RATES):

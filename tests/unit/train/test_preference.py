@@ -30,7 +30,7 @@ from tests.unit.train.preference_data import ROWS, preference_recipe, write_pair
 
 def build(folder: Path, **changes: Any) -> tuple[Checked, TrainState]:
     checked = check(validate_recipe(preference_recipe(folder, **changes)), 1)
-    return checked, build_state(checked, torch.device("cpu"), lambda answer: answer)
+    return checked, build_state(checked, torch.device("cpu"))
 
 
 def batches(checked: Checked, step: int) -> list[MicroBatch]:

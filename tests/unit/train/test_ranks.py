@@ -55,7 +55,7 @@ def test_a_stop_is_noted_and_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert stop
-        assert stop.name == "SIGTERM"
+        assert stop.cause == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
 
 
