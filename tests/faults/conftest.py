@@ -43,7 +43,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "learning_rate": 1e-2,
         },
         "checkpoint": {"every_steps": 2, "keep_last": 3},
-        "run": {"device": "cpu", "timeout_seconds": 60.0},
+        "run": {"device": "cpu", "timeout_seconds": 300.0},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(told))

@@ -12,8 +12,10 @@ from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Resumed, Warned, read_events
 from tests.faults.conftest import Run, assert_same_end
 
-QUICK = ["--set", "watchdog.floor_seconds=4", "--set", "watchdog.factor=3"]
-"""The steps of these runs take milliseconds; on a busy machine some take a second."""
+pytestmark = pytest.mark.timeout(1800)
+
+QUICK = ["--set", "watchdog.floor_seconds=15", "--set", "watchdog.factor=3", "--set", "checkpoint.asynchronous=false"]
+"""The steps of these runs take milliseconds; on a busy machine some take seconds. What step 6 saves is there before step 7."""
 HANGS: dict[str, dict[str, Any]] = {
     "stopped by a signal (SIGSTOP)": {"place": "collective", "signals": ["SIGSTOP"]},
     "running no Python": {"place": "hold"},

@@ -16,6 +16,8 @@ from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Step, Warned, read_events
 from tests.faults.conftest import ROOT, Run, assert_same_end
 
+pytestmark = pytest.mark.timeout(1800)
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2,zero_stage=3"])
@@ -116,11 +118,11 @@ def test_a_second_process_of_a_rank_is_refused_and_harms_nobody(
     try:
         wait_until_at_work(ranks, tmp_path)
         double = start_rank(recipe, folder, port, rank, tmp_path / machine, tmp_path)
-        _, told = double.communicate(timeout=200)
+        _, told = double.communicate(timeout=600)
         assert double.returncode == ExitCode.WRONG_INPUT, told
         assert words in told
         (tmp_path / "go").touch()
-        endings = [process.communicate(timeout=200)[1] for process in ranks]
+        endings = [process.communicate(timeout=600)[1] for process in ranks]
         assert [process.returncode for process in ranks] == [ExitCode.DONE, ExitCode.DONE], endings
     finally:
         for process in ranks:

@@ -15,6 +15,8 @@ from shardwright.errors import ExitCode
 from shardwright.telemetry.events import RolledBack, SkippedStep, read_events, surviving_steps
 from tests.faults.conftest import BATCH, STEPS, Run, final_state, samples_of
 
+pytestmark = pytest.mark.timeout(1800)
+
 
 def at(rank: int, step: int, place: str, **more: Any) -> dict[str, Any]:
     return {"rank": rank, "step": step, "place": place, "signals": []} | more

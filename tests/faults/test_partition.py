@@ -23,6 +23,8 @@ from shardwright.telemetry.events import Step, read_events
 from tests.faults.conftest import ROOT, STEPS, assert_same_end, final_state
 from tests.faults.test_limits import free_port
 
+pytestmark = pytest.mark.timeout(1800)
+
 SLOW_STEPS = """
 import fcntl, sys, time
 fcntl.flock = lambda *_: None  # as on a network file system: nobody knows of the other
@@ -56,7 +58,7 @@ def test_a_save_of_an_earlier_generation_publishes_nothing(tmp_path: Path, place
 
 
 def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not ((run / "events.jsonl").exists() and len(read_events(run).of(Step)) >= steps):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
@@ -76,11 +78,11 @@ def test_a_generation_that_comes_back_is_shut_out(recipe: Path, tmp_path: Path) 
     wait_for_steps(old, run, 5)
     old.send_signal(signal.SIGSTOP)
     new = start(0.0, "--resume")
-    _, told = new.communicate(timeout=200)
+    _, told = new.communicate(timeout=600)
     assert new.returncode == ExitCode.DONE, told
     before = final_state(run)
     old.send_signal(signal.SIGCONT)
-    _, told = old.communicate(timeout=200)
+    _, told = old.communicate(timeout=600)
     assert old.returncode == ExitCode.RUN_FAILED
     assert SHUT_OUT in told
     after = final_state(run)
@@ -127,7 +129,7 @@ def test_machines_that_lose_each_other_both_end_and_meet_again(
             "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TMPDIR": str(temporary),
         }  # fmt: skip
         command = ["ip", "netns", "exec", two_machines[rank], sys.executable, "-c", SLOW_STEPS, str(pause), str(recipe)]
-        command += ["--run-dir", str(run), "--set", "run.timeout_seconds=10", *words]
+        command += ["--run-dir", str(run), "--set", "run.timeout_seconds=30", *words]
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     port = free_port()
@@ -135,13 +137,13 @@ def test_machines_that_lose_each_other_both_end_and_meet_again(
     wait_for_steps(ranks[0], run, 5)
     subprocess.run(["ip", "-n", two_machines[0], "link", "set", "cable0", "down"], check=True)
     cut = time.monotonic()
-    told = [rank.communicate(timeout=200)[1] for rank in ranks]
+    told = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.RUN_FAILED] * 2, told
-    assert time.monotonic() - cut < 60
+    assert time.monotonic() - cut < 300
     assert len(read_events(run).of(Step)) < STEPS
 
     subprocess.run(["ip", "-n", two_machines[0], "link", "set", "cable0", "up"], check=True)
     ranks = [start(rank, port + 1, 0.0, "--resume") for rank in range(2)]
-    told = [rank.communicate(timeout=200)[1] for rank in ranks]
+    told = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [ExitCode.DONE] * 2, told
     assert_same_end(run, untroubled)

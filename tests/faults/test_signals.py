@@ -10,6 +10,8 @@ from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Checkpoint, Preempted, Resumed, read_events
 from tests.faults.conftest import Run, assert_same_end
 
+pytestmark = pytest.mark.timeout(1800)
+
 
 @pytest.mark.parametrize(("rank", "step", "place"), [(1, 4, "forward"), pytest.param(0, 6, "save", marks=pytest.mark.long)])
 def test_a_preempted_run_saves_once_and_goes_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -18,48 +19,88 @@ from shardwright.telemetry.events import RunStarted, Step, read_events, survivin
 from tests.faults.conftest import ROOT, assert_same_end, run_alone
 from tests.faults.worker import MARKS, PLAN
 
-
-def count_of(run: Path, kind: type[Step] | type[RunStarted]) -> int:
-    return len(read_events(run).of(kind)) if (run / "events.jsonl").exists() else 0
-
-
-def ranks_of(process: psutil.Process) -> list[psutil.Process]:
-    return [child for child in process.children(recursive=True) if "tests.faults.worker" in child.cmdline()]
-
-
-STEPS_PER_KILL = 8
+STEPS_PER_KILL = 10
 """Of the whole run: more than a generation makes before it is killed, so that there are as many kills as are asked for."""
+AT_START = 0.2
+"""Share of the kills that come while ranks start: imports, meeting the others, reading the checkpoint."""
+
+
+class Progress:
+    """How many starts and steps the events of a run tell of, read on from where the last look ended."""
+
+    def __init__(self, run: Path) -> None:
+        self.path, self.position, self.starts, self.steps = run / "events.jsonl", 0, 0, 0
+
+    def look(self) -> None:
+        """Count what is new."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self.position)
+                new = file.read()
+            self.position += len(new)
+            self.starts += new.count(b'"kind": "run_started"')
+            self.steps += new.count(b'"kind": "step"')
+
+
+def ranks_of(launcher: psutil.Process) -> dict[int, psutil.Process]:
+    """Processes of the generation that is there now, by their ids."""
+    return {child.pid: child for child in launcher.children(recursive=True) if "tests.faults.worker" in child.cmdline()}
+
+
+def kill_at_random(launcher: subprocess.Popen[bytes], run: Path, kills: int, chance: random.Random) -> list[float]:
+    """Kill one rank of each generation, some at its start, some after a few steps; seconds from each kill to the next step."""
+    progress, told, known, came_back = Progress(run), psutil.Process(launcher.pid), set[int](), list[float]()
+    for _ in range(kills):
+        while len(ranks := {pid: rank for pid, rank in ranks_of(told).items() if pid not in known}) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.1)
+        progress.look()
+        starts, wanted, killed = progress.starts, chance.randint(0, STEPS_PER_KILL - 2), time.monotonic()
+        if chance.random() < AT_START:
+            time.sleep(chance.uniform(0.0, 4.0))
+        else:
+            while progress.starts == starts:
+                assert launcher.poll() is None
+                time.sleep(0.01)
+                progress.look()
+            began, steps = time.monotonic(), progress.steps
+            while progress.steps < steps + wanted and launcher.poll() is None:
+                time.sleep(0.01)
+                progress.look()
+            came_back.append(began - killed)
+            time.sleep(chance.uniform(0.0, 0.03))
+        chance.choice(list(ranks.values())).kill()
+        known |= set(ranks)
+    return came_back
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.timeout(3600))])
-def test_kills_at_random_moments_cost_time_and_nothing_else(recipe: Path, tmp_path: Path, kills: int) -> None:
-    """Each kill comes a random moment after the ranks are at work, wherever they are then; half of them take no step in between."""
-    chance, run, steps = random.Random(kills), tmp_path / "run", STEPS_PER_KILL * kills
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.timeout(7200))])
+def test_kills_at_random_moments_cost_time_and_nothing_else(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int
+) -> None:
+    """Each kill comes at a random moment of a generation's life, wherever its ranks are then."""
+    run, steps = tmp_path / "run", STEPS_PER_KILL * kills
     length = ["--set", f"training.max_steps={steps}"]
     words = ["--run-dir", str(run), "--nproc", "2", "--set", f"elastic.max_restarts={kills}", "--set", "checkpoint.every_steps=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps([]), MARKS: str(tmp_path)}
     command = [sys.executable, "-m", "tests.faults.run", str(recipe), *words, *length]
+    began = time.monotonic()
     with (tmp_path / "told").open("w") as told:  # a pipe that nobody reads would fill up
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=told)
-    began, killed = time.monotonic(), 0
-    while killed < kills and process.poll() is None:
-        if count_of(run, RunStarted) <= killed:
-            time.sleep(0.05)
-            continue
-        time.sleep(chance.uniform(0.0, 0.15))
-        ranks = ranks_of(psutil.Process(process.pid))
-        if ranks:
-            chance.choice(ranks).kill()
-            killed += 1
-    process.wait(timeout=600)
+    try:
+        came_back = kill_at_random(process, run, kills, random.Random(kills))
+        assert process.wait(timeout=1800) == ExitCode.DONE, (tmp_path / "told").read_text()[-4000:]
+    finally:
+        process.kill()
     seconds = time.monotonic() - began
-    assert process.returncode == ExitCode.DONE, (tmp_path / "told").read_text()[-4000:]
-    assert killed == kills
+    events = read_events(run)
     run_alone(recipe, tmp_path / "alone", *length)
     assert_same_end(run, tmp_path / "alone", tmp_path, steps=steps)
-    useful = sum(step.step_seconds for step in surviving_steps(read_events(run)))
-    sys.stdout.write(
-        f"{killed} kills, {count_of(run, RunStarted)} generations: {steps} of {count_of(run, Step)} steps count, "
-        f"goodput {useful / seconds:.2%} of the time\n"
-    )
+    useful = sum(step.step_seconds for step in surviving_steps(events))
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{kills} kills in {seconds:.0f} s, {len(events.of(RunStarted))} generations that trained: {steps} of "
+            f"{len(events.of(Step))} steps count; training went on {statistics.median(came_back):.1f} s after ranks were started; "
+            f"goodput {useful / seconds:.2%} of the time\n"
+        )
