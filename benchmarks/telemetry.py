@@ -2,9 +2,11 @@
 
     python -m benchmarks.telemetry [--publish]
 
-With: marks around every wait, the row that all ranks gather, and the `ranks` event on rank 0, at every step (the default of
-run.log_every_steps, and the most there is). Without: the step alone. Both go through the same model in the same processes, in
-changing order, so that what else the machine does falls on both. The marks are also timed by themselves.
+With: marks around every wait, the row that all ranks gather, the `step` and `ranks` events, log.txt and the terminal's line, at
+every step (the default of run.log_every_steps, and the most there is). Without: the step alone. Both go through the same model in
+the same processes, in changing order, so that what else the machine does falls on both. Whole steps scatter by more than the cost;
+so its two parts are timed by themselves as well: a mark (the time of one, times the waits of a step), and the telling (from the
+moment when all ranks are together to the last line written). The share is theirs of the fastest step; above 1% it ends with 1.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,9 +37,9 @@ from shardwright.numerics import chunked_cross_entropy, dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.waiting import measuring, waiting
 from shardwright.plan import BatchPlan, Plan
-from shardwright.telemetry.events import EventWriter
-from shardwright.telemetry.speaker import Speaker
-from shardwright.train.measuring import RankMeter
+from shardwright.telemetry.meter import measure_throughput
+from shardwright.telemetry.speaker import Speaker, open_speaker
+from shardwright.train.measuring import RankMeter, RankStep
 from shardwright.train.meeting import Meeting
 from shardwright.train.profiling import ProfiledSteps
 from shardwright.train.ranks import RankEnvironment
@@ -49,12 +53,21 @@ LAYOUTS = {
     "pp 2": Layout(pp=2),
     "dp 2": Layout(dp_replicate=2),
 }
+VOCABULARY = 512
 CONFIG = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
 }  # fmt: skip
 SEQUENCE, ROWS, MICRO_BATCHES, WARM = 256, 2, 4, 1
+SERIES = ("with", "without", "with_processor", "without_processor", "telling")
 RESULT = Path(__file__).parent.parent / "docs" / "benchmarks" / "telemetry.json"
+
+
+class Numbers(NamedTuple):
+    """What a step gave."""
+
+    loss: float
+    gradient_norm: float
 
 
 def build(layout: Layout) -> ParallelModel:
@@ -73,9 +86,81 @@ def build(layout: Layout) -> ParallelModel:
 def batch(seed: int) -> MicroBatch:
     """Random ids."""
     random = torch.Generator().manual_seed(seed)
-    ids_BT = torch.randint(0, CONFIG["vocab_size"], (ROWS, SEQUENCE), generator=random)
+    ids_BT = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE), generator=random)
     positions_BT = torch.arange(SEQUENCE).expand(ROWS, SEQUENCE)
     return MicroBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, None, torch.arange(ROWS), ROWS * SEQUENCE)
+
+
+@dataclass
+class Race:
+    """One layout's model, and what a step of it takes with and without measuring."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    meter: RankMeter
+    meeting: Meeting
+    speaker: Speaker
+    plain: StepTimes
+    batches: list[MicroBatch]
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in SERIES})
+
+    def step(self, times: StepTimes) -> Numbers:
+        """What both do."""
+        loss = accumulate_gradients(self.model, self.batches, seed=0, step=0, times=times)
+        updated = update(self.model, self.optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times)
+        return Numbers(loss.mean(), updated.gradient_norm)
+
+    def measured(self, number: int) -> None:
+        """A step as the training loop takes it."""
+        began, processor = time.perf_counter(), time.process_time()
+        with self.meter.step():
+            done = self.step(self.meter.times)
+        reading = time.perf_counter()
+        mine = self.meter.read(began, 0.0)
+        telling = time.perf_counter() - reading
+        minutes = self.meeting.hold(stop=False, step_seconds=mine.step_seconds, own_seconds=mine.own_seconds)
+        # From here on all ranks are together: what follows is the telling's time, and nobody else's delay.
+        reading = time.perf_counter()
+        tell_step(self.speaker, number, done, mine, minutes.memory_bytes)
+        self.meter.tell(self.speaker, number, mine, log_every_steps=1, total_steps=10**9)
+        telling += time.perf_counter() - reading
+        self._note("with", began, processor)
+        self.seconds["telling"].append(telling)
+
+    def unmeasured(self) -> None:
+        """The step alone, with the meeting that ranks hold anyway."""
+        began, processor = time.perf_counter(), time.process_time()
+        self.step(self.plain)
+        self.meeting.hold(stop=False)
+        self._note("without", began, processor)
+
+    def _note(self, kind: str, began: float, processor: float) -> None:
+        self.seconds[kind].append(time.perf_counter() - began)
+        self.seconds[f"{kind}_processor"].append(time.process_time() - processor)
+
+
+def tell_step(speaker: Speaker, number: int, done: Numbers, mine: RankStep, memory_bytes: tuple[int, ...]) -> None:
+    """The event of a step with every field that a dense model's has."""
+    tokens = SEQUENCE * ROWS * MICRO_BATCHES
+    rates = measure_throughput(tokens, mine.step_seconds, world_size=2, flops_per_token=1e7, matmul_flops_per_second=1e11)
+    speaker.write(
+        "step",
+        step=number,
+        loss=done.loss,
+        gradient_norm=done.gradient_norm,
+        learning_rate=1e-4,
+        tokens=tokens,
+        supervised_tokens=tokens,
+        samples_seen=number * ROWS * MICRO_BATCHES,
+        step_seconds=mine.step_seconds,
+        tokens_per_second=rates.tokens_per_second,
+        model_flops_per_second=rates.model_flops_per_second,
+        mfu=rates.mfu,
+        memory_bytes=memory_bytes,
+        waiting_seconds=mine.parts.get("waiting"),
+        loss_scale=None,
+        **{f"{part}_seconds": mine.parts[part] for part in ("data", "forward", "backward", "reduction", "optimizer")},
+    )
 
 
 def race(layout: Layout, pairs: int) -> dict[str, list[float]]:
@@ -83,41 +168,25 @@ def race(layout: Layout, pairs: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     model = build(layout)
     optimizer = torch.optim.AdamW([parameter for _, parameter in model.named_parameters()], lr=1e-4)
-    ranks = RankEnvironment(dist.get_rank(), dist.get_world_size())
-    meeting, device = Meeting(ranks, torch.device("cpu")), torch.device("cpu")
-    state = TrainState(model, optimizer, None)
+    ranks, device = RankEnvironment(dist.get_rank(), dist.get_world_size()), torch.device("cpu")
+    meeting = Meeting(ranks, device)
     batches = [batch(number) for number in range(MICRO_BATCHES)]
-    seconds: dict[str, list[float]] = {"with": [], "without": [], "with_processor": [], "without_processor": []}
-    with tempfile.TemporaryDirectory() as folder:
-        meter = RankMeter(state, device, meeting, MICRO_BATCHES, ProfiledSteps(Path(folder), (), device, ranks.rank))
-        speaker = Speaker(EventWriter(folder) if ranks.speaks else None, [])
-        plain = StepTimes(device)
-
-        def step(times: StepTimes) -> None:
-            loss = accumulate_gradients(model, batches, seed=0, step=0, times=times)
-            update(model, optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=times)
-            loss.mean()
-
-        for number in range(pairs + WARM):
-            for kind in ("with", "without") if number % 2 else ("without", "with"):
-                meeting.wait()
-                began, processor = time.perf_counter(), time.process_time()
-                if kind == "with":
-                    with meter.step():
-                        step(meter.times)
-                    mine = meter.read(began, 0.0)
-                    meeting.hold(stop=False, step_seconds=mine.step_seconds, own_seconds=mine.own_seconds)
-                    meter.tell(speaker, number + 10, mine, log_every_steps=1, total_steps=10**9)
-                else:
-                    step(plain)
-                    plain.seconds()
-                    meeting.hold(stop=False)
-                if number >= WARM:
-                    seconds[kind].append(time.perf_counter() - began)
-                    seconds[f"{kind}_processor"].append(time.process_time() - processor)
-        waits = len(meter._waits._spans)
-        speaker.close()
-    return seconds | {"waits": [float(waits)], "mark_seconds": [time_marks(model)]}
+    with tempfile.TemporaryDirectory() as name, open(os.devnull, "w", encoding="utf-8") as terminal:
+        folder = Path(name)
+        profiled = ProfiledSteps(folder, (), device, ranks.rank)
+        meter = RankMeter(TrainState(model, optimizer, None), device, meeting, MICRO_BATCHES, profiled)
+        # Rank 0 speaks as in a run: the event file, log.txt and lines on the terminal.
+        with open_speaker(folder, rank=ranks.rank, stream=terminal) as speaker:
+            lap = Race(model, optimizer, meter, meeting, speaker, StepTimes(device), batches)
+            for number in range(pairs + WARM):
+                if number == WARM:
+                    for row in lap.seconds.values():
+                        row.clear()
+                for kind in ("with", "without") if number % 2 else ("without", "with"):
+                    meeting.wait()
+                    lap.measured(number + 10) if kind == "with" else lap.unmeasured()
+        waits = float(len(meter._waits._spans))
+    return lap.seconds | {"waits": [waits], "mark_seconds": [time_marks(model)]}
 
 
 def time_marks(model: ParallelModel, count: int = 20_000) -> float:
@@ -140,35 +209,72 @@ def time_marks(model: ParallelModel, count: int = 20_000) -> float:
     return best - unmarked
 
 
+def sum_up(found: dict[str, list[float]]) -> dict[str, Any]:
+    """A layout's row of the result: seconds of a step, and shares of it."""
+    over = lambda key: [a / b - 1 for a, b in zip(found[f"with{key}"], found[f"without{key}"], strict=True)]  # noqa: E731
+    low, middle, high = statistics.quantiles(over(""), n=4)
+    fastest = min(found["without"])
+    marks, telling = found["waits"][0] * found["mark_seconds"][0], statistics.median(found["telling"])
+    return {
+        "step_seconds": statistics.median(found["without"]),
+        "fastest_step_seconds": fastest,
+        "overhead_median": middle,
+        "overhead_quartiles": [low, high],
+        "overhead_processor_median": statistics.median(over("_processor")),
+        "waits_per_step": int(found["waits"][0]),
+        "mark_seconds": found["mark_seconds"][0],
+        "telling_seconds": telling,
+        "share": (marks + telling) / fastest,
+    }
+
+
+def render(told: dict[str, Any]) -> str:
+    """The page: the table, and what stands in telemetry.notes.md."""
+    lines = [
+        "# What measuring every rank costs", "",
+        *__doc__.split("\n\n", 1)[1].split("\n\n", 1)[1].strip().splitlines(), "",
+        "| layout | step, ms | waits | marks, µs | telling, µs | **share of the step** | whole steps | their processor time |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, row in told["layouts"].items():
+        low, high = row["overhead_quartiles"]
+        lines.append(
+            f"| {name} | {row['step_seconds'] * 1e3:.0f} | {row['waits_per_step']} | "
+            f"{row['waits_per_step'] * row['mark_seconds'] * 1e6:.0f} | {row['telling_seconds'] * 1e6:.0f} | "
+            f"**{row['share']:.2%}** | {row['overhead_median']:+.1%} ({low:+.1%} to {high:+.1%}) | "
+            f"{row['overhead_processor_median']:+.1%} |"
+        )
+    conditions = told["conditions"]
+    lines += [
+        "",
+        f"{told['pairs']} pairs of steps, {SEQUENCE * ROWS * MICRO_BATCHES:,} tokens each, fp32, one thread each, every step told "
+        "(`run.log_every_steps: 1`): medians. Whole steps: the median pair and the quartiles of all.",
+        f"Made {conditions['date']} by `python -m benchmarks.telemetry --publish`: {conditions['cores']} cores "
+        f"({conditions['processor']}), Python {conditions['python']}, torch {conditions['packages']['torch']}, commit "
+        f"{conditions['commit']}; load before {conditions['load_before']:.1f}.",
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines) + RESULT.with_suffix(".notes.md").read_text(encoding="utf-8")
+
+
 def main() -> int:
     """Race every layout; returns 1 where measuring takes more than a hundredth of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks/telemetry.json")
+    parser.add_argument("--publish", action="store_true", help="write docs/benchmarks/telemetry.{json,md}")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = {}
+    load, rows = os.getloadavg()[0], {}
     with RankPool(timeout_seconds=600.0) as pool:
         for name in given.layouts:
-            layout = LAYOUTS[name]
-            found = pool.run(2, race, layout, given.pairs)[0]
-            ratios = [a / b - 1 for a, b in zip(found["with"], found["without"], strict=True)]
-            quarter = statistics.quantiles(ratios, n=4)
-            step, fastest = statistics.median(found["without"]), min(found["without"])
-            rows[name] = {
-                "step_seconds": step, "overhead_median": quarter[1], "overhead_quartiles": [quarter[0], quarter[2]],
-                "overhead_fastest": min(found["with"]) / min(found["without"]) - 1, "overhead_processor_median": statistics.median(
-                    a / b - 1 for a, b in zip(found["with_processor"], found["without_processor"], strict=True)
-                ),
-                "processor_seconds": statistics.median(found["without_processor"]), "waits_per_step": found["waits"][0],
-                "mark_seconds": found["mark_seconds"][0], "marks_share": found["waits"][0] * found["mark_seconds"][0] / fastest,
-            }  # fmt: skip
+            rows[name] = sum_up(pool.run(2, race, LAYOUTS[name], given.pairs)[0])
             print(name, json.dumps(rows[name]))
     if given.publish:
-        told = {"conditions": read_conditions() | {"load": os.getloadavg()[0]}, "pairs": given.pairs, "layouts": rows}
+        told = {"conditions": read_conditions() | {"load_before": load}, "pairs": given.pairs, "layouts": rows}
         RESULT.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    return int(any(row["marks_share"] > 0.01 for row in rows.values()))
+        RESULT.with_suffix(".md").write_text(render(told), encoding="utf-8")
+    return int(any(row["share"] > 0.01 for row in rows.values()))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def written(system: str, path: Path, layout: dict[str, Any], schedule: str = "co
     return path
 
 
-def told_by(*words: str) -> dict[str, Any]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+def told_by(*words: str, **variables: str) -> dict[str, Any]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | variables
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if "TOLD" in line)
@@ -58,7 +58,8 @@ def test_accelerates_launcher_takes_it(tmp_path: Path) -> None:
         pytest.skip("accelerate is not installed (the `bench` extra has it)")
     path = written("accelerate", tmp_path / "accelerate.yaml", {"zero_stage": 0})
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(path)]
-    told = told_by(*launcher, str(HERE / "emitted_accelerate.py"))
+    assert "set ACCELERATE_USE_CPU=true" in path.read_text()
+    told = told_by(*launcher, str(HERE / "emitted_accelerate.py"), ACCELERATE_USE_CPU="true")
     assert told == {
         "kind": "DistributedType.MULTI_CPU",
         "ranks": 2,

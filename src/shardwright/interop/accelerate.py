@@ -42,6 +42,10 @@ def write(subject: Subject) -> Emitted:
         "same_network": True,
         "use_cpu": not subject.on_accelerators,
     }
+    if not subject.on_accelerators and layout.world_size > 1:
+        notes.append(
+            "run.device: cpu: set ACCELERATE_USE_CPU=true beside the launcher, or write Accelerator(cpu=True) in the script"
+        )
     if precision == "fp64":
         notes.append("precision.kind: fp64: make the model's weights float64 in the script")
     if subject.recipe.model.compile:
@@ -65,9 +69,8 @@ def _is_cut(subject: Subject) -> bool:
 def _distributed_type(subject: Subject) -> str:
     if _is_cut(subject):
         return "FSDP"
-    if subject.plan.layout.world_size == 1:
-        return "NO"
-    return "MULTI_GPU" if subject.on_accelerators else "MULTI_CPU"
+    # Of MULTI_CPU accelerate's launcher starts one process only, unless mpirun is there and a hostfile; of MULTI_GPU it starts all.
+    return "NO" if subject.plan.layout.world_size == 1 else "MULTI_GPU"
 
 
 def _fsdp(subject: Subject, notes: list[str]) -> dict[str, Any]:
