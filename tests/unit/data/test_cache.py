@@ -101,7 +101,7 @@ def test_a_killed_process_holds_nobody_up(tmp_path: Path) -> None:
     assert any(name.endswith(".partial") for name in left_over(tmp_path))
     started = time.monotonic()
     build_once(tmp_path, "key", write_answer)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # and not the minute that it would have worked
     assert left_over(tmp_path) == ["answer", "calls", "key"]
 
 
@@ -115,12 +115,12 @@ def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(tmp_pat
 
 
 def test_a_lock_that_beats_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "STALE_SECONDS", 1.5)
+    monkeypatch.setattr(cache, "STALE_SECONDS", 3.0)
     monkeypatch.setattr(cache, "HEARTBEAT_SECONDS", 0.05)
     order = []
 
     def slow(folder: Path) -> None:
-        time.sleep(2.5)
+        time.sleep(4.5)
         order.append("slow")
         write_answer(folder)
 

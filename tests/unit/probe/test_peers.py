@@ -149,16 +149,34 @@ def test_a_folder_that_takes_no_files_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert time_write(Folder("runs", str(tmp_path), True)).problem == "No space left on device"
 
 
-def test_a_stage_that_hangs_is_noticed_and_one_that_goes_on_is_not() -> None:
+class Clock:
+    """A monotonic clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_stage_that_hangs_is_noticed_and_one_that_goes_on_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, noticed = Clock(), threading.Event()
+    monkeypatch.setattr("shardwright.probe.watch.time", clock)
     expired: list[str] = []
-    watch = Watch(0.6, expired.append)
+
+    def expire(stage: str) -> None:
+        expired.append(stage)
+        noticed.set()
+
+    watch = Watch(0.6, expire)
     with watch.stage("products"):
         for _ in range(6):
-            time.sleep(0.2)
+            clock.now += 0.5
+            assert not noticed.wait(0.3)  # longer than a tick of the watch
             watch.progress()
-    assert expired == []
     with watch.stage("collectives"):
-        time.sleep(1.5)
+        clock.now += 0.7
+        assert noticed.wait(60.0)
     watch.close()
     assert expired == ["collectives"]
 
@@ -180,7 +198,7 @@ def test_who_is_behind_is_named() -> None:
 
 def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke() -> None:
     stores, expired = connected(2), []
-    watches = [Watch(3.0, expired.append, 0, store) for store in stores]
+    watches = [Watch(6.0, expired.append, 0, store) for store in stores]
 
     def be_slow(rank: int) -> Any:
         with watches[rank].stage("products"):
@@ -190,7 +208,7 @@ def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke() 
                     watches[0].wait("begun/folders")
                 return wait_for_reports(stores[0], {0: "here", 1: "report/1", 2: "report/2"}, 0.5)
             for _ in range(6):
-                time.sleep(0.6)
+                time.sleep(1.2)
                 watches[1].progress()
             stores[1].set("begun/copies", "1")
             stores[1].set("report/1", "{}")
