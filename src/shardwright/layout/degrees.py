@@ -108,34 +108,8 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             field="layout",
             remedy=f"Start a multiple of {model_degree} ranks, or lower a degree",
         )
-    remaining = world_size // model_degree
+    replicate, shard = _data_degrees(section, world_size, model_degree)
     stage = section.zero_stage
-    if stage == 0 and (section.dp_shard or 1) > 1:
-        raise LayoutError(
-            "zero_stage 0 shards nothing",
-            field="layout.dp_shard",
-            got=section.dp_shard,
-            allowed="1",
-            remedy="Use dp_replicate for plain data parallelism, or zero_stage 1, 2 or 3",
-        )
-    replicate, shard = section.dp_replicate, section.dp_shard
-    if stage == 0:
-        shard = 1
-    if replicate is None and shard is None:
-        replicate = 1  # zero_stage >= 1 or unsaid: sharding takes the ranks
-    if replicate is None:
-        assert shard is not None
-        replicate = _share(remaining, shard, "dp_replicate", "dp_shard", world_size, model_degree)
-    elif shard is None:
-        shard = _share(remaining, replicate, "dp_shard", "dp_replicate", world_size, model_degree)
-    assert shard is not None
-    if replicate * shard != remaining:
-        raise LayoutError(
-            f"dp_replicate x dp_shard x tp x pp x cp = {replicate} x {shard} x {section.tp} x {section.pp} x {section.cp} "
-            f"= {replicate * shard * model_degree}, but {world_size} ranks run",
-            field="layout",
-            remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or leave one data degree out: it takes the rest",
-        )
     if stage is None:
         stage = 3 if shard * section.cp > 1 else 0
     if (shard * section.cp) % section.ep:
@@ -163,6 +137,42 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         max_gathers_in_flight=section.max_gathers_in_flight,
         bucket_size_bytes=section.bucket_size_bytes,
     )
+
+
+def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) -> tuple[int, int]:
+    """dp_replicate and dp_shard: what tp x pp x cp (`model_degree`) leaves of the ranks, shared between them.
+
+    Raises:
+        LayoutError: the product does not come out, or zero_stage 0 is asked to shard.
+    """
+    remaining = world_size // model_degree
+    replicate, shard = section.dp_replicate, section.dp_shard
+    if section.zero_stage == 0:
+        if (shard or 1) > 1:
+            raise LayoutError(
+                "zero_stage 0 shards nothing",
+                field="layout.dp_shard",
+                got=shard,
+                allowed="1",
+                remedy="Use dp_replicate for plain data parallelism, or zero_stage 1, 2 or 3",
+            )
+        shard = 1
+    if replicate is None and shard is None:
+        replicate = 1  # zero_stage >= 1 or unsaid: sharding takes the ranks
+    if replicate is None:
+        assert shard is not None
+        replicate = _share(remaining, shard, "dp_replicate", "dp_shard", world_size, model_degree)
+    elif shard is None:
+        shard = _share(remaining, replicate, "dp_shard", "dp_replicate", world_size, model_degree)
+    assert shard is not None
+    if replicate * shard != remaining:
+        raise LayoutError(
+            f"dp_replicate x dp_shard x tp x pp x cp = {replicate} x {shard} x {section.tp} x {section.pp} x {section.cp} "
+            f"= {replicate * shard * model_degree}, but {world_size} ranks run",
+            field="layout",
+            remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or leave one data degree out: it takes the rest",
+        )
+    return replicate, shard
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
