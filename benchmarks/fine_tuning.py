@@ -53,18 +53,20 @@ def main() -> None:
     parser.add_argument("--runs", nargs="*", default=["own text", "given text", "LoRA"])
     options = parser.parse_args()
     found: dict[str, dict[str, list[float]]] = {}
+    table: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name, RankPool(timeout_seconds=900.0) as pool:
         folder = Path(name)
         documents = recipes(options.model, options.text, folder)
         for run in options.runs:
             found[run] = {"transformers": pool.run(1, plain_losses, documents[run])[0]}
+            table[run] = {}
             for layout, (num_ranks, degrees) in LAYOUTS.items():
                 document = documents[run] | {"layout": parse_layout(degrees) if degrees else {}}
                 found[run][layout] = pool.run(num_ranks, our_losses, document)[0]
-                print(f"{run}: {layout}: {difference(found[run], layout):.1e}", flush=True)
-    table = {run: {layout: difference(losses, layout) for layout in LAYOUTS} for run, losses in found.items()}
-    told = {"conditions": read_conditions(), "steps": STEPS, "largest_difference": table, "losses": found}
-    options.out.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
+                table[run][layout] = difference(found[run], layout)
+                print(f"{run}: {layout}: {table[run][layout]:.1e}", flush=True)
+            told = {"conditions": read_conditions(), "steps": STEPS, "largest_difference": table, "losses": found}
+            options.out.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
     draw(found, options.out.with_name(f"{options.out.name}-losses.png"))
     if any(value > TOLERANCE for row in table.values() for value in row.values()):
         raise SystemExit(f"a loss differs by more than {TOLERANCE:g}: {table}")

@@ -76,6 +76,10 @@ def alone(ranks: RankPool, folder: Path) -> dict[str, Any]:
         ("dp_shard=2,zero_stage=1", "adapter_off"),
         ("dp_shard=2,zero_stage=3", "adapter_off"),
         ("tp=2", "adapter_off"),
+        ("pp=2", "frozen"),
+        ("pp=2", "adapter_off"),
+        pytest.param("pp=2,schedule=zbv,virtual_stages=2", "frozen", marks=pytest.mark.long),
+        pytest.param("pp=2,dp_shard=2,zero_stage=2", "adapter_off", marks=pytest.mark.long),
         pytest.param("dp_shard=2,zero_stage=2", "frozen", marks=pytest.mark.long),
         pytest.param("dp_shard=2,tp=2,zero_stage=3", "frozen", marks=pytest.mark.long),
         pytest.param("cp=2,cp_method=ulysses", "adapter_off", marks=pytest.mark.long),
@@ -84,7 +88,7 @@ def alone(ranks: RankPool, folder: Path) -> dict[str, Any]:
 def test_layouts_learn_what_one_process_learns(
     ranks: RankPool, folder: Path, alone: dict[str, Any], layout: str, reference: str
 ) -> None:
-    num_ranks = 4 if layout == "dp_shard=2,tp=2,zero_stage=3" else 2
+    num_ranks = 4 if layout in ("dp_shard=2,tp=2,zero_stage=3", "pp=2,dp_shard=2,zero_stage=2") else 2
     expected, weights = alone[reference]
     assert abs(expected[STEPS - 1][4]) > 1e-3  # a margin: model and reference have parted
     for told, held in ranks.run(num_ranks, learn, preference_recipe(folder, layout, **CHANGES[reference], **PRECISE)):

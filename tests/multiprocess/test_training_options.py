@@ -16,8 +16,8 @@ from shardwright.data.loader import step_micro_batches
 from shardwright.errors import RecipeError
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
-from shardwright.model.decoder import full_logits_loss
 from shardwright.model.dropout import Dropout
+from shardwright.model.head import full_logits_loss
 from shardwright.model.init import initialise
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer

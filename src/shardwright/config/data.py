@@ -68,7 +68,7 @@ class DataSection(Section):
     first two are counted. For `packing: documents` and `none`."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """What is learnt of a conversation: the assistant's turns (of a pair, the response), its last turn, or every token.
-    A turn's own `loss_weight` of 0 or 1 decides before that. Plain text is always learnt whole."""
+    A turn's own `loss_weight` decides before that. Plain text is always learnt whole."""
     chat_template: str | None = None
     """File with a Jinja chat template, instead of the tokenizer's own."""
     template_variables: dict[str, Any] = Field(default_factory=dict)

@@ -150,3 +150,8 @@ class EvaluationSection(Section):
     """Sequences per rank in one forward pass; default training.micro_batch_size (without gradients more would fit)."""
     max_batches: Positive | None = None
     """Micro-batches per rank; null is the whole validation set."""
+    num_samples: NonNegative = 0
+    """Texts that the model writes at every evaluation, into `samples/` of the run folder: it goes on, by the likeliest tokens,
+    from what stands before the first learnt token of as many validation rows. Each token is a forward pass of those rows."""
+    sample_tokens: Positive = 64
+    """Tokens that each of them has at most."""

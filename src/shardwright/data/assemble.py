@@ -120,7 +120,8 @@ def _open_part(
         packed.save(folder / "packing.npz")
 
     name = f"packed/{key_of([PACKING_VERSION, key, side, length, overlong, alone, source])}"
-    dataset = PackedDataset(store.tokens, Packing.load(build_once(root, name, build) / "packing.npz"), length, store.supervised)
+    laid = Packing.load(build_once(root, name, build) / "packing.npz")
+    dataset = PackedDataset(store.tokens, laid, length, store.supervised, store.weights)
     if not len(dataset):
         dropped = dataset.packing.num_dropped
         raise DataError(

@@ -8,6 +8,7 @@ templates of transformers read.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 ROLE_OF = {
@@ -19,6 +20,8 @@ ROLE_OF = {
 }
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+MOST_WEIGHT = 1000
+"""Of a turn's loss: more is a slip, and would leave nothing to learn of the others."""
 _TEXT_KEYS = ("text", "value", "content")
 
 
@@ -26,16 +29,12 @@ class Unusable(Exception):
     """Why a record is set aside."""
 
 
-class Unsupported(Exception):
-    """What a record asks for and we do not do: an error at once, since it is no accident of one record."""
-
-
 def read_conversation(turns: Any, tools: Any = None, system: Any = None) -> dict[str, Any]:
     """The conversation in one form.
 
     Raises:
-        Unusable: empty turns, unknown roles or roles out of order, tool calls without their fields, content that is not text.
-        Unsupported: a loss weight that is neither 0 nor 1.
+        Unusable: empty turns, unknown roles or roles out of order, tool calls without their fields, content that is not text, loss
+            weights that are none.
     """
     if isinstance(turns, str):
         turns = _parse(turns, "the conversation")
@@ -117,10 +116,11 @@ def _text_of_part(part: Any, where: str) -> str:
     return _text(text, where)
 
 
-def _read_weight(weight: Any, where: str) -> int:
-    if weight not in (0, 1) or isinstance(weight, str):
-        raise Unsupported(f"{where} has the loss weight {weight!r}: a turn is supervised (1) or not (0), nothing between")
-    return int(weight)
+def _read_weight(weight: Any, where: str) -> float | int:
+    """0 and 1 as whole numbers, so that a record is the same record however it spells them."""
+    if not isinstance(weight, int | float) or not math.isfinite(weight) or not 0 <= weight <= MOST_WEIGHT:
+        raise Unusable(f"{where} has the loss weight {weight!r}; it is a number from 0 (not learnt) to {MOST_WEIGHT}")
+    return int(weight) if weight in (0, 1) else float(weight)
 
 
 def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -19,12 +19,16 @@ TokenArray = npt.NDArray[np.unsignedinteger]
 
 
 class Sample(NamedTuple):
-    """One sequence. `labels[t]` is the target for position t: already shifted, IGNORED_LABEL where nothing is supervised."""
+    """One sequence. `labels[t]` is the target for position t: already shifted, IGNORED_LABEL where nothing is supervised.
+
+    `weights[t]` is what the loss of label t weighs; None is 1. A dataset gives weights for all of its samples or for none.
+    """
 
     input_ids: Int64Array
     labels: Int64Array
     positions: Int64Array
     document_ids: Int64Array | None
+    weights: npt.NDArray[np.float32] | None = None
 
 
 class TokenDataset(Protocol):

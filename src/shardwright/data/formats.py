@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.data.conversation import ROLE_KEYS, Unsupported, Unusable, read_conversation
+from shardwright.data.conversation import ROLE_KEYS, Unusable, read_conversation
 from shardwright.errors import DataError
 
 ALPACA_PROMPT = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
@@ -119,7 +119,7 @@ class Records:
         """(canonical form, its content as text) of a row.
 
         Raises:
-            Unusable, Unsupported: see `conversation`.
+            Unusable: see `conversation`.
         """
         by_role = {role: row[name] for role, name in self.columns if row.get(name) is not None}
         for role, name in self.columns:
@@ -373,4 +373,4 @@ _READERS = {
     "text": _read_text,
 }
 
-__all__ = ["KINDS", "RecordKind", "Records", "Unsupported", "Unusable", "plain_texts", "recognise", "text_records"]
+__all__ = ["KINDS", "RecordKind", "Records", "Unusable", "plain_texts", "recognise", "text_records"]

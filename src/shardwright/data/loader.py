@@ -18,10 +18,12 @@ from shardwright.plan import BatchPlan
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank sees in one forward pass. All tensors are int64.
+    """What one rank sees in one forward pass. All tensors are int64, but for the weights.
 
     `labels_BT` is already shifted; IGNORED_LABEL (-100) is not supervised. `document_ids_BT` None: each row is one causal
     document. `sample_indices_B` are global positions in the order: equal on every layout, so randomness keyed by them is too.
+    `weights_BT` (fp32) is what each label's loss weighs, None for 1 (in a dataset everywhere or nowhere); `weight_sum` adds up
+    those of the supervised labels.
     """
 
     input_ids_BT: torch.Tensor
@@ -30,6 +32,10 @@ class MicroBatch:
     document_ids_BT: torch.Tensor | None
     sample_indices_B: torch.Tensor
     num_supervised: int
+    weights_BT: torch.Tensor | None = None
+    weight_sum: float = 0.0
+    reference_B2: torch.Tensor | None = None
+    """Of pairs: log-probabilities of the responses under the reference (fp64), where this rank knows them."""
 
     def arguments(self) -> dict[str, torch.Tensor | None]:
         """What a decoder is called with for this batch's loss, by name."""
@@ -38,6 +44,7 @@ class MicroBatch:
             "positions_BT": self.positions_BT,
             "document_ids_BT": self.document_ids_BT,
             "labels_BT": self.labels_BT,
+            **({} if self.weights_BT is None else {"weights_BT": self.weights_BT}),
         }
 
     def to(self, device: torch.device | str) -> MicroBatch:
@@ -53,6 +60,9 @@ class MicroBatch:
             document_ids_BT=None if self.document_ids_BT is None else move(self.document_ids_BT),
             sample_indices_B=move(self.sample_indices_B),
             num_supervised=self.num_supervised,
+            weights_BT=None if self.weights_BT is None else move(self.weights_BT),
+            weight_sum=self.weight_sum,
+            reference_B2=None if self.reference_B2 is None else move(self.reference_B2),
         )
 
 
@@ -100,13 +110,19 @@ def collate(samples: Sequence[Sample], sample_indices: Sequence[int]) -> MicroBa
     labels_BT = np.stack([sample.labels for sample in samples])
     document_rows = [sample.document_ids for sample in samples if sample.document_ids is not None]
     assert len(document_rows) in (0, len(samples)), "a dataset gives document ids for all of its samples or for none"
+    weight_rows = [sample.weights for sample in samples if sample.weights is not None]
+    assert len(weight_rows) in (0, len(samples)), "a dataset gives weights for all of its samples or for none"
+    supervised_BT = labels_BT != IGNORED_LABEL
+    weights_BT = np.stack(weight_rows) if weight_rows else None
     return MicroBatch(
         input_ids_BT=torch.from_numpy(np.stack([sample.input_ids for sample in samples])),
         labels_BT=torch.from_numpy(labels_BT),
         positions_BT=torch.from_numpy(np.stack([sample.positions for sample in samples])),
         document_ids_BT=torch.from_numpy(np.stack(document_rows)) if document_rows else None,
         sample_indices_B=torch.tensor(list(sample_indices), dtype=torch.int64),
-        num_supervised=int(np.count_nonzero(labels_BT != IGNORED_LABEL)),
+        num_supervised=int(np.count_nonzero(supervised_BT)),
+        weights_BT=None if weights_BT is None else torch.from_numpy(weights_BT),
+        weight_sum=0.0 if weights_BT is None else float(weights_BT[supervised_BT].sum(dtype=np.float64)),
     )
 
 

@@ -157,13 +157,14 @@ class PackedDataset:
     document predicts its end-of-text token, and nothing predicts the first token of the next document. Free positions at
     the end of a row have an id of their own and supervise nothing. The rows are the same in every epoch.
 
-    `supervised`: a 1 for each token that is learnt; None is all.
+    `supervised`: a 1 for each token that is learnt; None is all. `weights`: of each token's loss; None is 1.
     """
 
     tokens: TokenArray
     packing: Packing
     sequence_length: int
     supervised: npt.NDArray[np.uint8] | None = None
+    weights: npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return self.packing.num_rows
@@ -190,6 +191,7 @@ class PackedDataset:
         length = self.sequence_length
         input_ids, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORED_LABEL, dtype=np.int64)
         positions, document_ids = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
+        weights = None if self.weights is None else np.ones(length, dtype=np.float32)
         at = number = 0
         for number, (start, num_positions) in enumerate(self.pieces(index), start=1):
             here = slice(at, at + num_positions)
@@ -197,9 +199,11 @@ class PackedDataset:
             labels[here] = self.tokens[start + 1 : start + num_positions + 1]
             if self.supervised is not None:
                 labels[here][self.supervised[start + 1 : start + num_positions + 1] == 0] = IGNORED_LABEL
+            if self.weights is not None and weights is not None:
+                weights[here] = self.weights[start + 1 : start + num_positions + 1]
             positions[here] = np.arange(num_positions)
             document_ids[here] = number - 1
             at += num_positions
         positions[at:] = np.arange(length - at)
         document_ids[at:] = number
-        return Sample(input_ids, labels, positions, document_ids)
+        return Sample(input_ids, labels, positions, document_ids, weights)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.config.data import Source
-from shardwright.data.formats import KINDS, Records, Unsupported, Unusable, recognise, text_records
+from shardwright.data.formats import KINDS, Records, Unusable, recognise, text_records
 from shardwright.data.records import column_types, holds_strings, open_stream, read_rows
 from shardwright.errors import DataError
 
@@ -329,8 +329,6 @@ def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
                 canonical, text = file.records.read(row.value)
             except Unusable as error:
                 reason = str(error)
-            except Unsupported as error:
-                raise DataError(str(error), field=f"{file.path}:{row.line}", remedy="Leave such records out") from error
         if reason:
             yield Broken(record, file.name, row.line, reason)
         else:

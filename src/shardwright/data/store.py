@@ -3,6 +3,7 @@
 <side>.tokens      ids, little-endian uint16 where the vocabulary allows, else uint32
 <side>.documents   uint64: index of each document's first token, and the number of tokens at the end
 <side>.supervised  uint8, 1 for each token that is learnt; absent where all are
+<side>.weights     little-endian float32, what each token's loss weighs; absent where all weigh 1
 <side>.json        counts, and the type of the ids
 """
 
@@ -16,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from shardwright.data.tokenizer import IdArray, Tokenizer
 from shardwright.errors import DataError, TokenizerError
 
 _MIN_BATCH_CHARACTERS = 2 * 1024**2
+_WEIGHTS_AT_A_TIME = 1 << 18
 
 Encode = Callable[[Iterable[Piece]], Iterator[tuple[Piece, Encoded | str]]]
 """Records to ids, in order, or why one is set aside."""
@@ -38,7 +40,8 @@ class TokenCounts:
     """What was counted while one side was tokenised. `num_unknown` are tokens that stand for text without ids.
 
     `source_documents`: documents of each source, in order. The answered documents are those with a prompt (conversations,
-    pairs, completions); of their tokens but the first, `num_answered_supervised` are learnt.
+    pairs, completions); of their tokens but the first, `num_answered_supervised` are learnt. `num_weighted` learnt tokens have
+    another weight than 1.
     """
 
     num_documents: int
@@ -50,16 +53,21 @@ class TokenCounts:
     source_documents: tuple[int, ...] = ()
     num_answered_tokens: int = 0
     num_answered_supervised: int = 0
+    num_weighted: int = 0
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """One side of a corpus, read through memory maps. `supervised` holds a 1 for each token that is learnt; None is all."""
+    """One side of a corpus, read through memory maps.
+
+    `supervised` holds a 1 for each token that is learnt; None is all. `weights` are those of the tokens' losses; None is 1.
+    """
 
     tokens: npt.NDArray[np.unsignedinteger]
     documents: npt.NDArray[np.uint64]
     counts: TokenCounts
     supervised: npt.NDArray[np.uint8] | None = None
+    weights: npt.NDArray[np.float32] | None = None
 
 
 class _Part(NamedTuple):
@@ -71,6 +79,7 @@ class _Part(NamedTuple):
     num_characters: int
     border: int | None = None
     """Where a second document begins: the rejected response of a preference."""
+    weights: npt.NDArray[np.float32] | None = None
 
 
 def write_tokens(
@@ -94,19 +103,32 @@ def write_tokens(
     with ExitStack() as stack:
         stream = stack.enter_context(open(folder / f"{side}.tokens", "wb"))
         marks = stack.enter_context(open(folder / f"{side}.supervised", "wb")) if encode is not None else None
+        weights: BinaryIO | None = None
         for part in _encoded(pieces, tokenizer, encode, on_read, broken):
+            if part.weights is not None and weights is None:  # the first that are not all 1
+                weights = stack.enter_context(open(folder / f"{side}.weights", "wb"))
+                _write_ones(weights, writing.num_tokens)
+            if weights is not None:
+                own = part.weights if part.weights is not None else np.ones(len(part.ids))
+                weights.write(own.astype("<f4").tobytes())
             writing.count(part)
             stream.write(_as_type(part.ids, dtype, tokenizer).tobytes())  # numpy's tofile hides why a disk refuses
             if marks is not None:
                 supervised = part.supervised if part.supervised is not None else np.ones(len(part.ids), dtype=np.uint8)
                 marks.write(supervised.tobytes())
-        for written in filter(None, (stream, marks)):
+        for written in filter(None, (stream, marks, weights)):
             written.flush()
             os.fsync(written.fileno())
     counts = writing.counts(dtype.str)
     (folder / f"{side}.documents").write_bytes(np.array([*writing.starts, counts.num_tokens], dtype="<u8").tobytes())
     (folder / f"{side}.json").write_text(json.dumps(asdict(counts)), encoding="utf-8")
     return counts, broken
+
+
+def _write_ones(stream: BinaryIO, number: int) -> None:
+    """`number` weights of 1, a megabyte at a time."""
+    for first in range(0, number, _WEIGHTS_AT_A_TIME):
+        stream.write(np.ones(min(_WEIGHTS_AT_A_TIME, number - first), dtype="<f4").tobytes())
 
 
 class _Writing:
@@ -116,8 +138,13 @@ class _Writing:
         self.starts = array("Q")
         self._unknown_id = unknown_id
         self._record = self._max_id = -1
-        self._tokens = self._characters = self._unknown = self._answered = self._answered_supervised = 0
+        self._tokens = self._characters = self._unknown = self._answered = self._answered_supervised = self._weighted = 0
         self._by_source: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return self._tokens
 
     def count(self, part: _Part) -> None:
         piece, ids = part.piece, part.ids
@@ -136,6 +163,8 @@ class _Writing:
         if part.supervised is not None and piece.canonical in ("chat", "pair", "completion", "preference"):
             self._answered += len(ids) - 1
             self._answered_supervised += int(np.count_nonzero(part.supervised[1:]))
+        if part.weights is not None and part.supervised is not None:
+            self._weighted += int(np.count_nonzero((part.weights[1:] != 1) & (part.supervised[1:] != 0)))
 
     def counts(self, dtype: str) -> TokenCounts:
         return TokenCounts(
@@ -148,6 +177,7 @@ class _Writing:
             source_documents=tuple(self._by_source),
             num_answered_tokens=self._answered,
             num_answered_supervised=self._answered_supervised,
+            num_weighted=self._weighted,
         )
 
 
@@ -169,7 +199,7 @@ def _encoded(
             if isinstance(outcome, str):
                 broken.append(Broken(piece.record, piece.file, piece.line, outcome))
             else:
-                yield _Part(piece, outcome.ids, outcome.supervised, outcome.num_characters, outcome.border)
+                yield _Part(piece, outcome.ids, outcome.supervised, outcome.num_characters, outcome.border, outcome.weights)
             num_read += len(piece.text)
             on_read(num_read)
 
@@ -195,18 +225,20 @@ def open_tokens(folder: Path, side: str) -> TokenStore:
     """
     content = json.loads((folder / f"{side}.json").read_text(encoding="utf-8"))
     counts = TokenCounts(**content | {"source_documents": tuple(content["source_documents"])})
-    marks = folder / f"{side}.supervised"
+    marks, weighing = folder / f"{side}.supervised", folder / f"{side}.weights"
     dtype = np.dtype(counts.dtype)
     for path, num_bytes in (
         (folder / f"{side}.tokens", counts.num_tokens * dtype.itemsize),
         (folder / f"{side}.documents", (counts.num_documents + 1) * 8),
         *([(marks, counts.num_tokens)] if marks.is_file() else []),
+        *([(weighing, 4 * counts.num_tokens)] if counts.num_weighted or weighing.is_file() else []),
     ):
-        if path.stat().st_size != num_bytes:
+        num_found = path.stat().st_size if path.is_file() else 0
+        if num_found != num_bytes:
             raise DataError(
                 "a file of the data cache is damaged",
                 field=str(path),
-                got=f"{path.stat().st_size} bytes",
+                got=f"{num_found} bytes",
                 allowed=f"{num_bytes} bytes",
                 remedy=f"Delete {folder}; it is made again",
             )
@@ -216,7 +248,8 @@ def open_tokens(folder: Path, side: str) -> TokenStore:
     else:
         tokens = np.zeros(0, dtype=dtype)
     supervised = np.memmap(marks, dtype=np.uint8, mode="r") if marks.is_file() and counts.num_tokens else None
-    return TokenStore(tokens, np.fromfile(folder / f"{side}.documents", dtype="<u8"), counts, supervised)
+    weights = np.memmap(weighing, dtype="<f4", mode="r") if weighing.is_file() and counts.num_tokens else None
+    return TokenStore(tokens, np.fromfile(folder / f"{side}.documents", dtype="<u8"), counts, supervised, weights)
 
 
 def _framed(piece: Piece, ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> npt.NDArray[np.uint32]:

@@ -27,13 +27,15 @@ _SHOWN_CHARACTERS = 80
 class Encoded(NamedTuple):
     """A document as ids with a 1 for each that is learnt; `num_characters` of the text that they stand for.
 
-    Of a preference it is two documents, the chosen response's and, from id `border` on, the rejected one's.
+    Of a preference it is two documents, the chosen response's and, from id `border` on, the rejected one's. `weights`: what each
+    id's loss weighs, where a turn says that it is neither 0 nor 1.
     """
 
     ids: IdArray
     supervised: npt.NDArray[np.uint8]
     num_characters: int
     border: int | None = None
+    weights: npt.NDArray[np.float32] | None = None
 
 
 class Prompted(NamedTuple):
@@ -85,6 +87,8 @@ class Encoder:
         chosen, rejected = (self.encode(kind, json.dumps(record[side])) for side in ("chosen", "rejected"))
         if np.array_equal(chosen.ids, rejected.ids):
             raise Unusable("the chosen and the rejected response are the same")
+        if chosen.weights is not None or rejected.weights is not None:
+            raise Unusable("a turn of a preference has a loss weight other than 0 and 1: a response is compared as a whole")
         return Encoded(
             np.concatenate([chosen.ids, rejected.ids]),
             np.concatenate([chosen.supervised, rejected.supervised]),
@@ -158,7 +162,7 @@ class Encoder:
         if whole_turns:
             ids = self._tokenizer.encode_rendered([text])[0]
             return Encoded(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.uint8), len(text))
-        return self._encode_spans(text, spans)
+        return self._encode_spans(text, spans, [messages[index].get("loss_weight", 1) for index in wanted])
 
     def _wanted_turns(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Indices of the turns that are learnt. Under `all` without weights it is the last turn, of which only the end is asked."""
@@ -169,7 +173,7 @@ class Encoder:
             weighted = any("loss_weight" in turn for turn in messages)
             chosen = list(range(len(messages))) if weighted else assistants[-1:]
         else:
-            chosen = [index for index, turn in enumerate(messages) if index in assistants or turn.get("loss_weight") == 1]
+            chosen = [index for index, turn in enumerate(messages) if index in assistants or turn.get("loss_weight", 0) > 0]
         return [index for index in chosen if messages[index].get("loss_weight") != 0]
 
     def _with_end(self, text: str, span: Span) -> Span:
@@ -208,13 +212,18 @@ class Encoder:
                 remedy="Let it write the header of the next turn only `if add_generation_prompt`",
             )
 
-    def _encode_spans(self, text: str, spans: Sequence[Span]) -> Encoded:
+    def _encode_spans(self, text: str, spans: Sequence[Span], loss_weights: Sequence[float]) -> Encoded:
         borders = sorted({place for span in spans for place in span} - {0})
         ids, count = self._count_before(text, borders)
         supervised = np.zeros(len(ids), dtype=np.uint8)
         for span in spans:
             supervised[count[span.start] : count[span.end]] = 1
-        return Encoded(np.array(ids, dtype=np.uint32), supervised, len(text))
+        weights = None
+        if any(weight != 1 for weight in loss_weights):
+            weights = np.ones(len(ids), dtype=np.float32)
+            for span, weight in zip(spans, loss_weights, strict=True):
+                weights[count[span.start] : count[span.end]] = weight
+        return Encoded(np.array(ids, dtype=np.uint32), supervised, len(text), weights=weights)
 
     def _count_before(self, text: str, borders: Sequence[int]) -> tuple[list[int], dict[int, int]]:
         """The ids of a text, and how many of them stand before each border.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -22,51 +22,13 @@ from shardwright.model.cache import KeyValueCache
 from shardwright.model.context import build_context, default_positions
 from shardwright.model.cuts import WHOLE, Cuts
 from shardwright.model.dropout import DropoutKey, Site
+from shardwright.model.head import Head, LossFunction, RowLoss, full_logits_loss, head_logits
 from shardwright.model.linear import Linear
 from shardwright.model.moe import Experts
 from shardwright.model.routing import ExpertRules, RouterTally, RoutingContext
-from shardwright.model.tensor_cut import TensorCut, Vocabulary
+from shardwright.model.tensor_cut import TensorCut
 
 log = logging.getLogger("shardwright")
-
-LossFunction = Callable[..., Tensor]
-"""(hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap) -> summed loss. Where the head's rows lie over
-ranks, `vocabulary` tells which of them these are."""
-
-
-RowLoss = Callable[[Callable[[Tensor], Tensor]], LossFunction]
-"""A loss that asks more of a token than its label. It is given the way from a tensor of whole rows `[B, T]` to that of the tokens
-whose hidden states it will see `[N]`, which a context rank has some of."""
-
-
-def full_logits_loss(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    labels_N: Tensor,
-    *,
-    logit_scale: float = 1.0,
-    soft_cap: float | None = None,
-    label_smoothing: float = 0.0,
-    vocabulary: Vocabulary | None = None,
-) -> Tensor:
-    """Summed cross-entropy with all logits held at once: the plain definition, for when no chunked loss is given."""
-    logits_NV = head_logits(hidden_ND, weight_VD, bias_V, logit_scale=logit_scale, soft_cap=soft_cap)
-    if vocabulary is not None:
-        logits_NV = vocabulary.whole(logits_NV)
-    accumulate = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
-    logits_NV = logits_NV.to(accumulate)
-    return F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
-
-
-def head_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, logit_scale: float, soft_cap: float | None) -> Tensor:
-    """hidden @ weight^T + bias, scaled, then bent by cap * tanh(logits / cap)."""
-    logits = F.linear(hidden, weight_VD, bias_V)
-    if logit_scale != 1.0:
-        logits = logits * logit_scale
-    if soft_cap is not None:
-        logits = torch.tanh(logits / soft_cap) * soft_cap
-    return logits
 
 
 class Embedding(nn.Module):
@@ -82,14 +44,6 @@ class Embedding(nn.Module):
         if tensor is not None:
             return tensor.look_up(indices, self.weight, self.num_rows, self.padding_row)
         return F.embedding(indices, self.weight, self.padding_row)
-
-
-class Head(nn.Module):
-    """The projection to the vocabulary, where it is not the embedding; `Decoder` reads its weight."""
-
-    def __init__(self, vocab_size: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width))
 
 
 class Decoder(nn.Module):
@@ -122,6 +76,14 @@ class Decoder(nn.Module):
         self.router_tally = RouterTally()
         self.explicit_attention = attention == "explicit"
         self.loss_function: LossFunction = loss_function or full_logits_loss
+        self._build(shape)
+        if shape.adapters is not None:
+            for parameter in self.parameters():
+                parameter.requires_grad_(False)
+            self._adapt(shape.adapters)
+
+    def _build(self, shape: ModelShape) -> None:
+        """Add the modules that a shape has, but for its adapters."""
         names = shape.names
         root = nn.Module()
         self.add_module(names.root, root)
@@ -134,8 +96,6 @@ class Decoder(nn.Module):
         root.add_module(names.final_norm, build_norm(shape))
         if not shape.tied_embeddings:
             self.add_module(names.head, Head(shape.vocab_size, shape.hidden_size))
-        if shape.adapters is not None:
-            self._adapt(shape.adapters)
         log.info("attention: %s", describe_attention(shape, explicit=self.explicit_attention))
 
     @property
@@ -163,9 +123,7 @@ class Decoder(nn.Module):
         return getattr(self.root, self.shape.names.final_norm, None)
 
     def _adapt(self, adapters: AdapterShape) -> None:
-        """Put adapters beside the matrices that have one; only they take gradients."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
+        """Put adapters beside the matrices that have one; they alone take gradients."""
         packed = {spec.name for spec in self.shape.parameters() if spec.packed is not None}
         for index, block in enumerate(self.blocks):
             prefix = f"{self.shape.names.root}.{self.shape.names.layers}.{index}."
@@ -247,6 +205,7 @@ class Decoder(nn.Module):
         hidden_BTD: Tensor | None = None,
         row_weight: Tensor | float | None = None,
         row_loss: RowLoss | None = None,
+        weights_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens' losses.
 
@@ -259,7 +218,8 @@ class Decoder(nn.Module):
         hidden states unless it has the head.
 
         `row_weight` marks a training step of a sparse model: what one row's router losses weigh in the gradient. Capacity then
-        bounds the experts, and `router_tally` takes what the routers did. `row_loss` is taken in place of the token loss.
+        bounds the experts, and `router_tally` takes what the routers did. `row_loss` is taken in place of the token loss, of which
+        `weights_BT` says what each label's weighs.
         """
         x_BTD = self.hidden(
             input_ids_BT,
@@ -276,7 +236,8 @@ class Decoder(nn.Module):
         places_T = self._places(input_ids_BT)
         loss = None if row_loss is None else row_loss(lambda x_BT: _at(x_BT, places_T).flatten())
         labels_BT = None if labels_BT is None else _at(labels_BT, places_T)
-        return self.output(x_BTD, labels_BT, cached=cache is not None, loss=loss)
+        weights_BT = None if weights_BT is None else _at(weights_BT, places_T)
+        return self.output(x_BTD, labels_BT, cached=cache is not None, loss=loss, weights_BT=weights_BT)
 
     def hidden(
         self,
@@ -345,7 +306,13 @@ class Decoder(nn.Module):
         return tensor.without_sequence() if tensor is not None and cached else tensor
 
     def output(
-        self, hidden_BTD: Tensor, labels_BT: Tensor | None, *, cached: bool = False, loss: LossFunction | None = None
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor | None,
+        *,
+        cached: bool = False,
+        loss: LossFunction | None = None,
+        weights_BT: Tensor | None = None,
     ) -> Tensor:
         """The last norm's output to logits, or to the summed loss of its labels; `cached` as the pass that made it was."""
         shape, weight_VD, tensor = self.shape, self.head_weight.to(hidden_BTD.dtype), self._tensor(cached=cached)
@@ -360,6 +327,8 @@ class Decoder(nn.Module):
             options["vocabulary"] = vocabulary
         if loss is None and self.training and self.label_smoothing > 0.0:
             options["label_smoothing"] = self.label_smoothing
+        if weights_BT is not None:
+            options["weights_N"] = weights_BT.flatten()
         loss = loss or self.loss_function
         return loss(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
 

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from shardwright.architecture import AdapterShape, ForeignShape, ModelShape
 from shardwright.errors import ArchitectureError, RecipeError
 from shardwright.model.block import Recompute
-from shardwright.model.decoder import Decoder, LossFunction, RowLoss, full_logits_loss
+from shardwright.model.decoder import Decoder
+from shardwright.model.head import LossFunction, RowLoss
 from shardwright.model.linear import Linear
-from shardwright.model.routing import ExpertRules, RouterTally
+from shardwright.model.routing import ExpertRules
 from shardwright.model.theirs import build_module
 
 IGNORED = -100
@@ -54,21 +55,9 @@ class ForeignDecoder(Decoder):
     interferes = True
     """Whether blocks are run through precision and recompute, and the head is left to the loss."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        *,
-        attention: Literal["auto", "explicit"] = "auto",
-        loss_function: LossFunction | None = None,
-        compute_dtype: torch.dtype | None = None,
-        expert_rules: ExpertRules | None = None,
-    ) -> None:
+    def _build(self, shape: ModelShape) -> None:
+        """Add the class's modules, and stand around its blocks and its head."""
         assert isinstance(shape, ForeignShape), shape.family
-        nn.Module.__init__(self)
-        self.shape, self.compute_dtype = shape, compute_dtype
-        self.expert_rules, self.router_tally = expert_rules or ExpertRules(), RouterTally()
-        self.explicit_attention = attention == "explicit"
-        self.loss_function = loss_function or full_logits_loss
         with torch.device("cpu"):  # its buffers are values, which no meta device keeps
             module = build_module(shape, eager=self.explicit_attention)
         # Beside the tree of modules: its children are ours, and so their names stay those of the weights' files.
@@ -77,8 +66,6 @@ class ForeignDecoder(Decoder):
             self.add_module(name, child)
         self._recompute: Recompute | None = None
         self._adapted: list[Any] = []
-        if shape.adapters is not None:
-            self._adapt(shape.adapters)
         if not self.interferes:
             return
         for block in self.blocks:
@@ -87,9 +74,7 @@ class ForeignDecoder(Decoder):
             module.get_submodule(shape.head).forward = _give_back
 
     def _adapt(self, adapters: AdapterShape) -> None:
-        """Put adapters beside the matrices that have one; only they take gradients."""
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
+        """Put adapters beside the matrices that have one; they alone take gradients."""
         for name in sorted(adapters.modules):
             module = self.get_submodule(name)
             assert isinstance(module, nn.Linear), name
@@ -244,29 +229,40 @@ class ForeignDecoder(Decoder):
                 got=self.shape.family,
                 remedy="Preferences are learned by models whose head is plain; fine-tune this one on the chosen responses",
             )
+        weights_BT: Tensor | None = others.pop("weights_BT", None)
         given = {name for name, value in others.items() if value is not None} - {"dropout"}
         assert not given, f"a foreign model takes no {given}"
         if document_ids_BT is None:
-            return self._compute(input_ids_BT, labels_BT, None if row_loss is None else row_loss(Tensor.flatten))
+            return self._compute(input_ids_BT, labels_BT, None if row_loss is None else row_loss(Tensor.flatten), weights_BT)
         places = take_apart(document_ids_BT, labels_BT)
         if labels_BT is None:
             return places.back(self._compute(places.rows(input_ids_BT, 0), None, None))
         loss = None if row_loss is None else row_loss(lambda x_BT: places.rows(x_BT, 0).flatten())
-        return self._compute(places.rows(input_ids_BT, 0), places.rows(labels_BT, IGNORED), loss)
+        weights_RL = None if weights_BT is None else places.rows(weights_BT, 0)
+        return self._compute(places.rows(input_ids_BT, 0), places.rows(labels_BT, IGNORED), loss, weights_RL)
 
-    def _compute(self, ids_RL: Tensor, labels_RL: Tensor | None, loss: LossFunction | None) -> Tensor:
+    def _compute(
+        self, ids_RL: Tensor, labels_RL: Tensor | None, loss: LossFunction | None, weights_RL: Tensor | None = None
+    ) -> Tensor:
         with self._precision(self._outside_blocks()):
             found: Tensor = self.foreign(input_ids=ids_RL).logits
             if self._foreign_shape.plain_head:
-                return self.output(found, labels_RL, loss=loss)
+                return self.output(found, labels_RL, loss=loss, weights_BT=weights_RL)
         if labels_RL is None:
             return found
         supervised = labels_RL != IGNORED
         logits_SV = found[supervised].to(torch.promote_types(found.dtype, torch.float32))
-        return F.cross_entropy(logits_SV, labels_RL[supervised], reduction="sum")
+        losses_S = F.cross_entropy(logits_SV, labels_RL[supervised], reduction="none")
+        return losses_S.sum() if weights_RL is None else losses_S @ weights_RL[supervised].to(losses_S.dtype)
 
     def output(
-        self, hidden_BTD: Tensor, labels_BT: Tensor | None, *, cached: bool = False, loss: LossFunction | None = None
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor | None,
+        *,
+        cached: bool = False,
+        loss: LossFunction | None = None,
+        weights_BT: Tensor | None = None,
     ) -> Tensor:
         """What the head is given, to logits or to the summed loss of its labels."""
         assert not cached, "a foreign model keeps no cache of ours"
@@ -274,7 +270,8 @@ class ForeignDecoder(Decoder):
         assert bias_V is None or isinstance(bias_V, Tensor)
         if labels_BT is None:
             return F.linear(hidden_BTD, weight_VD, bias_V)
-        return (loss or self.loss_function)(hidden_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten())
+        options = {} if weights_BT is None else {"weights_N": weights_BT.flatten()}
+        return (loss or self.loss_function)(hidden_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(), **options)
 
 
 class _Held(NamedTuple):

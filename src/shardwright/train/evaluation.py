@@ -16,7 +16,7 @@ from shardwright.train.step import TOKENS, Objective
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`loss` in nats per supervised token (of preferences per pair), over `tokens` of them on all ranks."""
+    """`loss` in nats per supervised token (weighed by their loss weights; of preferences per pair), over `tokens` on all ranks."""
 
     loss: float
     tokens: int
@@ -36,7 +36,7 @@ def evaluate(
     if section.micro_batch_size is not None:
         batch_plan = replace(batch_plan, micro_batch_size=section.micro_batch_size)
     loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
-    num_supervised = num_counted = 0
+    num_supervised, num_counted = 0, 0.0
     model.decoder.eval()
     try:
         with model.evaluating():
@@ -46,11 +46,11 @@ def evaluate(
             while here := list(islice(batches, at_once)):
                 if abandon():
                     return None
-                loss_sum += model.losses(here, objective.arguments)
+                loss_sum += model.losses(objective.prepare(here), objective.arguments)
                 num_supervised += sum(batch.num_supervised for batch in here)
                 num_counted += sum(objective.count(batch) for batch in here)
     finally:
         model.decoder.train()
-    numbers = torch.tensor([num_supervised, num_counted], dtype=torch.int64, device=model.device)
-    tokens, count = map(int, model.sum_over_batch(numbers))
-    return Evaluated(float(model.sum_over_data(loss_sum)) / max(1, count), tokens)
+    numbers = torch.tensor([num_supervised, num_counted], dtype=torch.float64, device=model.device)
+    tokens, count = model.sum_over_batch(numbers).tolist()
+    return Evaluated(float(model.sum_over_data(loss_sum)) / (count or 1.0), int(tokens))

@@ -3,7 +3,7 @@
 <run>/recipe.yaml    the recipe as resolved           <run>/events.jsonl   one event per line
       plan.json      how it is cut over the ranks           log.txt        the same for people
       config.json    the model, as Hugging Face has it      checkpoints/   step-00000100, ..., latest, best
-      tokenizer/     the tokenizer                          samples/       generated text
+      tokenizer/     the tokenizer                          samples/       texts of evaluations
       hangs/         who was missing from what, with everybody's stacks, where it hung
 """
 
@@ -78,6 +78,11 @@ class RunFolder:
     def log(self) -> Path:
         """Plain lines for people."""
         return self.path / "log.txt"
+
+    @property
+    def samples(self) -> Path:
+        """What the model wrote at evaluations, a file for each."""
+        return self.path / "samples"
 
     @property
     def hangs(self) -> Path:

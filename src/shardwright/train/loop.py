@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardwright.train.profiling import ProfiledSteps
 from shardwright.train.ranks import RankEnvironment
 from shardwright.train.replicas import differing_replicas
 from shardwright.train.rollback import SpikeWatch
+from shardwright.train.samples import choose_prompts, save_texts, write_texts
 from shardwright.train.saving import Saver
 from shardwright.train.setup import TrainState
 from shardwright.train.signals import StopRequest, name_cause
@@ -297,7 +299,25 @@ class Loop:
             best=improved,
             **({} if pairs is None else asdict(pairs)),
         )
+        self._write_samples(asked_to_stop)
         return found.loss, improved
+
+    def _write_samples(self, abandon: Callable[[], bool]) -> None:
+        """Have the model go on from validation rows, where the recipe asks for it."""
+        section, data = self.checked.recipe.evaluation, self.checked.data
+        if not section.num_samples:
+            return
+        assert data.validation is not None
+        texts = write_texts(
+            self.state.model,
+            data.tokenizer,
+            choose_prompts(data.validation, section.num_samples, section.sample_tokens),
+            sequence_length=self.checked.plan.batch.sequence_length,
+            max_new_tokens=section.sample_tokens,
+            abandon=abandon,
+        )
+        if texts is not None and self.ranks.speaks:
+            save_texts(RunFolder.of(self.checked.recipe).samples, self.state.step, texts)
 
 
 def _due(step: int, every_steps: int | None) -> bool:

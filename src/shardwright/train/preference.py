@@ -7,22 +7,21 @@ Legend: B pairs (rows), T tokens of a row, N tokens of a micro-batch on this con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.config import Recipe
 from shardwright.config.preference import PreferenceSection
 from shardwright.data.dataset import IGNORED_LABEL
 from shardwright.data.loader import MicroBatch
-from shardwright.errors import LayoutError, RecipeError
-from shardwright.layout import Layout
-from shardwright.model.decoder import LossFunction
+from shardwright.errors import RecipeError
+from shardwright.model.head import LossFunction
 from shardwright.numerics.loss import token_losses
 from shardwright.numerics.preference import PairLosses, PreferenceTerms, preference_loss, response_log_probs
 from shardwright.parallel import ParallelModel
@@ -36,11 +35,11 @@ def wants_frozen_reference(recipe: Recipe) -> bool:
     return recipe.preference.reference == "frozen"
 
 
-def check_preference(recipe: Recipe, layout: Layout) -> None:
-    """Refuse what preferences cannot be learned under, before ranks start.
+def check_preference(recipe: Recipe) -> None:
+    """Refuse what preferences cannot be learned with, before ranks start.
 
     Raises:
-        RecipeError, LayoutError: by field.
+        RecipeError: by field.
     """
     if recipe.preference is None:
         return
@@ -51,14 +50,6 @@ def check_preference(recipe: Recipe, layout: Layout) -> None:
             got="adapter_off",
             allowed="frozen",
             remedy="Train adapters (adapters: ...), or hold the model to a frozen copy",
-        )
-    if layout.pp > 1:
-        raise LayoutError(
-            "the reference answers a micro-batch before the model sees it, and stages of a pipeline never stand still for that",
-            field="layout.pp",
-            got=layout.pp,
-            allowed="1 with `preference`",
-            remedy="Cut over tp, cp or dp_shard instead",
         )
 
 
@@ -90,48 +81,61 @@ class PreferenceObjective:
         self.model, self.reference, self.chunk_tokens = model, reference, chunk_tokens
         self._seen: list[Tensor] = []
 
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The batches with the log-probabilities of their responses under the reference.
+
+        All are asked for before the model sees the first: between the actions of a pipeline's schedule nothing else can run. A
+        pipeline rank without the head learns none of them, and needs none.
+        """
+        found = self.reference_log_probs(micro_batches)
+        return [replace(batch, reference_B2=held) for batch, held in zip(micro_batches, found, strict=True)]
+
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """The batch with the loss of its pairs; asks the reference first."""
-        reference_B2 = self.reference_log_probs(batch)
-        loss = partial(
-            preference_loss,
-            reference_B2=reference_B2,
-            terms=self.terms,
-            sum_over_row=self._sum_over_row,
-            share=1.0 / self.model.layout.cp,
-            told=self._note,
-            chunk_tokens=self.chunk_tokens,
-        )
+        """The batch with the loss of its pairs."""
+
+        def loss(*head: Any, **options: Any) -> Tensor:
+            assert batch.reference_B2 is not None, "the rank with the head has the reference's answer"
+            return preference_loss(
+                *head,
+                reference_B2=batch.reference_B2,
+                terms=self.terms,
+                sum_over_row=self._sum_over_row,
+                share=1.0 / self.model.layout.cp,
+                told=self._note,
+                chunk_tokens=self.chunk_tokens,
+                **options,
+            )
+
         return batch.arguments() | {"row_loss": _ByRow(batch, loss)}
 
     def count(self, batch: MicroBatch) -> int:
         """Pairs; rows that fill the last batch of an evaluation are none."""
         return int((batch.labels_BT != IGNORED_LABEL).any(dim=1).sum())
 
-    @torch.no_grad()
-    def reference_log_probs(self, batch: MicroBatch) -> Tensor:
-        """Log-probabilities of the responses under the reference, `[B, 2]` in fp64."""
-        found: list[Tensor] = []
+    def reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Log-probabilities of the responses under the reference, `[B, 2]` in fp64 each; None where this rank has no head."""
+        found: dict[int, Tensor] = {}
 
-        def read(
-            hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, *, sides_N: Tensor, **head: Any
-        ) -> Tensor:
-            losses_N = token_losses(hidden_ND, weight_VD, bias_V, labels_N, chunk_tokens=self.chunk_tokens, **head)
-            found.append(response_log_probs(losses_N, sides_N, len(batch.labels_BT), self._sum_over_row))
+        def read(*head: Any, sides_N: Tensor, samples_B: Tensor, **options: Any) -> Tensor:
+            losses_N = token_losses(*head, chunk_tokens=self.chunk_tokens, **options)
+            found[int(samples_B[0])] = response_log_probs(losses_N, sides_N, len(samples_B), self._sum_over_row)
             return losses_N.sum()
 
-        with self._answering_as_reference() as module:
-            module(**batch.arguments(), row_loss=_ByRow(batch, read))
-        return found[0]
+        def arguments(batch: MicroBatch) -> dict[str, Any]:
+            return batch.arguments() | {"row_loss": _ByRow(batch, partial(read, samples_B=batch.sample_indices_B))}
+
+        with self._answering_as_reference() as model:
+            model.losses(micro_batches, arguments)
+        return [found.get(int(batch.sample_indices_B[0])) for batch in micro_batches]
 
     @contextmanager
-    def _answering_as_reference(self) -> Iterator[nn.Module]:
+    def _answering_as_reference(self) -> Iterator[ParallelModel]:
         if self.reference is not None:
-            with self.reference.evaluating() as module:
-                yield module
+            with self.reference.evaluating():
+                yield self.reference
             return
-        with self.model.evaluating() as module, self.model.decoder.without_adapters():
-            yield module
+        with self.model.evaluating(), self.model.decoder.without_adapters():
+            yield self.model
 
     def _sum_over_row(self, tensor: Tensor) -> Tensor:
         return self.model.sum_over(tensor, ("cp",))
@@ -145,7 +149,8 @@ class PreferenceObjective:
         """What the pairs since the last time gave, over all ranks; every rank calls this."""
         total = torch.stack(self._seen).sum(dim=0) if self._seen else torch.zeros(4, dtype=torch.float64, device=self.model.device)
         self._seen.clear()
-        chosen, rejected, right, count = self.model.sum_over_batch(total).tolist()
+        # Of a pipeline's ranks the one with the head has seen them.
+        chosen, rejected, right, count = self.model.sum_over_batch(self.model.sum_over(total, ("pp",))).tolist()
         count = max(1.0, count)
         return PreferenceNumbers(chosen / count, rejected / count, (chosen - rejected) / count, right / count)
 

@@ -20,6 +20,7 @@ from shardwright.model.theirs import read_shape
 from shardwright.optim import check_blocks, require_torchao
 from shardwright.plan import Plan, count_steps, resolve
 from shardwright.train.preference import check_preference
+from shardwright.train.samples import check_samples
 
 FIXED_TRAINING = (
     "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "batch_scaling", "base_batch_size",
@@ -72,13 +73,14 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         InputError: the first thing that is wrong, by field.
     """
     plan = resolve(recipe, world_size)
-    check_preference(recipe, plan.layout)
+    check_preference(recipe)
     shape, data = prepare_for_model(recipe, partial(read_shape, section=recipe.model), progress=progress)
     placement.check(shape, plan.layout, plan.batch.sequence_length)
     if recipe.model.pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base)
     _check_foreign(recipe, shape)
+    check_samples(recipe, shape, validates=data.validation is not None)
     resolve_rules(recipe.moe, shape)  # refuses what the model does not have
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(

@@ -26,25 +26,33 @@ from shardwright.train.experts import move_balance_biases
 class Objective(Protocol):
     """What is learned of a micro-batch: how the decoder is called for its summed loss, and what that sum is divided by."""
 
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches of a step, or of a part of an evaluation, with what has to be known before the model sees the first."""
+        ...
+
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
         """What the decoder is called with, by name; the batch is on the device."""
         ...
 
-    def count(self, batch: MicroBatch) -> int:
-        """How many things were learned, whose global number over a step is the one normaliser."""
+    def count(self, batch: MicroBatch) -> float:
+        """How many things were learned, or what they weigh together: its global sum over a step is the one normaliser."""
         ...
 
 
 class TokenObjective:
-    """The supervised tokens: their cross-entropy, divided by their number."""
+    """The supervised tokens: their cross-entropy, divided by their number, or weighed and divided by the sum of their weights."""
+
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """As they are."""
+        return micro_batches
 
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """Ids, positions, documents and labels."""
+        """Ids, positions, documents, labels and their weights."""
         return batch.arguments()
 
-    def count(self, batch: MicroBatch) -> int:
-        """Supervised tokens."""
-        return batch.num_supervised
+    def count(self, batch: MicroBatch) -> float:
+        """Supervised tokens, or the sum of their weights."""
+        return batch.num_supervised if batch.weights_BT is None else batch.weight_sum
 
 
 TOKENS = TokenObjective()
@@ -62,12 +70,12 @@ class StepLoss:
     """What the routers of a sparse model did, as `RouterTally.take` has it, on the device."""
 
     count: Tensor | None = None
-    """What the sum is divided by where that is not the supervised tokens: pairs."""
+    """What the sum is divided by where that is not the supervised tokens: pairs, or the sum of the tokens' weights."""
 
     def mean(self) -> float:
         """Loss per supervised token in nats, or per pair."""
         count = self.supervised_tokens if self.count is None else self.count
-        return float(self.loss_sum / count.clamp(min=1))
+        return float(self.loss_sum / _at_least_something(count))
 
 
 @dataclass(frozen=True)
@@ -141,12 +149,18 @@ class StepTimes:
 
 def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """Supervised tokens of a step over all its micro-batches and all ranks: an int64 scalar on the device."""
-    return _count(model, micro_batches, TOKENS)
+    number = sum(batch.num_supervised for batch in micro_batches)
+    return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
 
 
 def _count(model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
     number = sum(objective.count(batch) for batch in micro_batches)
-    return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
+    return model.sum_over_batch(torch.tensor(number, dtype=torch.float64, device=model.device))
+
+
+def _at_least_something(count: Tensor) -> Tensor:
+    """What a sum is divided by. Where nothing is supervised the sum is zero, and dividing by one keeps it zero and not nan."""
+    return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def accumulate_gradients(
@@ -161,10 +175,10 @@ def accumulate_gradients(
 ) -> StepLoss:
     """Forward and backward of a step's micro-batches: gradients are those of loss_sum / supervised_tokens, times `loss_scale`.
 
-    One normaliser: the supervised tokens (or pairs) of all micro-batches of all ranks are counted first, every summed loss is
-    divided by that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens change the
-    result. A sparse model's router losses are added as means over the step's rows, times `loss_scale`; where nothing is supervised
-    nothing is.
+    One normaliser: the supervised tokens (or their weights, or pairs) of all micro-batches of all ranks are added up first, every
+    summed loss is divided by that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens
+    change the result. A sparse model's router losses are added as means over the step's rows, times `loss_scale`; where nothing is
+    supervised nothing is.
 
     Args:
         micro_batches: this rank's, the same number on every rank.
@@ -177,9 +191,10 @@ def accumulate_gradients(
     times = times or StepTimes(torch.device("cpu"))
     times.start()
     tokens = count_supervised(model, micro_batches)
-    count = tokens if objective is TOKENS else _count(model, micro_batches, objective)
-    # Where nothing is supervised the sum is zero, and so are its gradients: dividing by one keeps them zero and not nan.
-    scale = loss_scale / count.clamp(min=1).to(torch.float64)
+    plain = objective is TOKENS and all(batch.weights_BT is None for batch in micro_batches)
+    count = tokens if plain else _count(model, micro_batches, objective)
+    scale = loss_scale / _at_least_something(count).to(torch.float64)
+    micro_batches = objective.prepare(micro_batches)
     routing: dict[str, Tensor] = {}
     if model.decoder.shape.experts is not None:
         num_rows = sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks

@@ -24,7 +24,8 @@ DROPOUT = 0.1
 class Case:
     """One way of computing a step.
 
-    `documents` packs several documents into a row; `dropout` switches on every dropout of the model. Of a sparse model,
+    `documents` packs several documents into a row; `dropout` switches on every dropout of the model; `weights` weighs the tokens'
+    losses. Of a sparse model,
     `router_losses` switches balance and z-loss on and lets balance biases move, `capacity_factor` drops what an expert has no room
     for, and `idle_experts` begins with router (or balance) biases by which no token chooses the second half of the experts.
     """
@@ -37,6 +38,7 @@ class Case:
     router_losses: bool = False
     capacity_factor: float | None = None
     idle_experts: bool = False
+    weights: bool = False
 
     def __str__(self) -> str:
         """As shown in tables."""
@@ -48,6 +50,7 @@ class Case:
         words += ["router losses"] if self.router_losses else []
         words += [f"capacity {self.capacity_factor:g}"] if self.capacity_factor is not None else []
         words += ["idle experts"] if self.idle_experts else []
+        words += ["loss weights"] if self.weights else []
         return ", ".join(words)
 
     @property
@@ -79,7 +82,7 @@ def choose_cases(tied: bool, *, full: bool) -> list[Case]:
         ]
     return [
         Case(1, "none", tied, dropout=False, documents=False),
-        Case(2, "selective", not tied, dropout=True),
+        Case(2, "selective", not tied, dropout=True, weights=True),
         Case(3, "full", tied, dropout=False),
     ]
 
@@ -88,7 +91,7 @@ def choose_foreign_cases(tied: bool, *, full: bool) -> list[Case]:
     """Cases for a foreign model, whose ties and dropout are its own: three, or the whole product.
 
     >>> [str(case) for case in choose_foreign_cases(True, full=False)][1]
-    'accumulation 2, selective recompute, tied, documents'
+    'accumulation 2, selective recompute, tied, documents, loss weights'
     """
     recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")
     if full:
@@ -96,7 +99,8 @@ def choose_foreign_cases(tied: bool, *, full: bool) -> list[Case]:
             Case(accumulation, recompute, tied, documents=documents)
             for accumulation, recompute, documents in product((1, 2, 3), recomputes, (False, True))
         ]
-    return [Case(number, recompute, tied, documents=number > 1) for number, recompute in enumerate(recomputes, start=1)]
+    steps = enumerate(recomputes, start=1)
+    return [Case(number, recompute, tied, documents=number > 1, weights=number == 2) for number, recompute in steps]
 
 
 def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -> list[Layout]:

@@ -138,7 +138,7 @@ def _verify_odd_steps(problem: Problem, layout: Layout) -> list[Finding]:
     findings = [Finding("skips together", f"rank {spoiled[-1]} not finite", float(sum(wrong)), 0.0)]
 
     unsupervised = [
-        replace(batch, labels_BT=torch.full_like(batch.labels_BT, IGNORED_LABEL), num_supervised=0)
+        replace(batch, labels_BT=torch.full_like(batch.labels_BT, IGNORED_LABEL), num_supervised=0, weight_sum=0.0)
         for batch in _micro_batches(problem, layout, 0)
     ]
     loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)

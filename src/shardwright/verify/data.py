@@ -18,6 +18,10 @@ _SHARES = (0.9, 0.5, 0.2)
 """Shares of a row's tokens that are supervised, by data rank; rows differ from them by chance."""
 
 
+_WEIGHTS = np.array([0.1, 0.25, 1.0, 3.0], dtype=np.float32)
+"""Of tokens' losses; they do not add up to their number."""
+
+
 @dataclass(frozen=True)
 class UnevenDataset:
     """Random rows for a few steps of a batch plan; row content is a function of seed and global position.
@@ -31,6 +35,7 @@ class UnevenDataset:
     num_steps: int
     seed: int
     documents: bool
+    weights: bool = False
 
     @property
     def sequence_length(self) -> int:
@@ -72,7 +77,8 @@ class UnevenDataset:
             positions = np.arange(length) - np.concatenate([[0], starts])[document_ids]
             labels[starts - 1] = IGNORED_LABEL  # the next token is another document's
         labels[~self._supervised(position, random, labels != IGNORED_LABEL)] = IGNORED_LABEL
-        return Sample(inputs, labels, positions, document_ids)
+        weights = random.choice(_WEIGHTS, size=length) if self.weights else None
+        return Sample(inputs, labels, positions, document_ids, weights)
 
     def _supervised(self, position: int, random: np.random.Generator, allowed: np.ndarray) -> np.ndarray:
         """Which of the tokens that may be supervised are, `[T]`."""

@@ -64,7 +64,7 @@ class Problem:
     @property
     def dataset(self) -> UnevenDataset:
         """The rows of all steps."""
-        return UnevenDataset(self.shape.vocab_size, self.batch, NUM_STEPS, self.seed, self.case.documents)
+        return UnevenDataset(self.shape.vocab_size, self.batch, NUM_STEPS, self.seed, self.case.documents, self.case.weights)
 
 
 def initial_value(problem: Problem, spec: ParameterSpec, narrow: Narrow | None = None) -> Tensor:
@@ -169,6 +169,8 @@ def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
     rows = [problem.dataset.row(position) for position in positions]
     labels_BT = torch.from_numpy(np.stack([row.labels for row in rows]))
     documents = [row.document_ids for row in rows if row.document_ids is not None]
+    weights = [row.weights for row in rows if row.weights is not None]
+    weights_BT = torch.from_numpy(np.stack(weights)).to(problem.torch_dtype) if weights else torch.ones_like(labels_BT)
     decoder.zero_grad()
     loss_sum = decoder(
         torch.from_numpy(np.stack([row.input_ids for row in rows])),
@@ -177,8 +179,9 @@ def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
         labels_BT=labels_BT,
         dropout=DropoutKey(problem.seed, step, torch.tensor(positions)),
         row_weight=1 / len(rows),
+        weights_BT=weights_BT if weights else None,
     )
-    loss = loss_sum / (labels_BT != IGNORED_LABEL).sum()
+    loss = loss_sum / weights_BT[labels_BT != IGNORED_LABEL].sum()
     loss.backward()
     return float(loss.detach())
 

@@ -28,6 +28,7 @@ class PlainForeign(ForeignDecoder):
         positions_BT: Tensor | None = None,
         document_ids_BT: Tensor | None = None,
         labels_BT: Tensor | None = None,
+        weights_BT: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
         """The summed loss of the supervised tokens."""
@@ -40,5 +41,6 @@ class PlainForeign(ForeignDecoder):
                 wide = self.compute_dtype == torch.float64
                 with Widened() if wide else contextlib.nullcontext():
                     logits_SV = self.foreign(input_ids=ids_T[here_T][None]).logits[0]
-                losses.append(F.cross_entropy(logits_SV, labels_BT[row][here_T], ignore_index=IGNORED_LABEL, reduction="sum"))
+                losses_S = F.cross_entropy(logits_SV, labels_BT[row][here_T], ignore_index=IGNORED_LABEL, reduction="none")
+                losses.append(losses_S.sum() if weights_BT is None else losses_S @ weights_BT[row][here_T])
         return torch.stack(losses).sum()

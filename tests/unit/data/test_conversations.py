@@ -17,7 +17,7 @@ from shardwright.cli.data import data_command
 from shardwright.config import Recipe
 from shardwright.data.chat import load_chat_template
 from shardwright.data.dataset import IGNORED_LABEL, TokenDataset
-from shardwright.data.loader import step_micro_batches
+from shardwright.data.loader import collate, step_micro_batches
 from shardwright.data.order import SampleOrder
 from shardwright.data.pack import PackedDataset
 from shardwright.data.prepare import Prepared, prepare
@@ -166,11 +166,40 @@ def test_broken_when_encoded_counts_as_broken(tmp_path: Path) -> None:
             prepare(recipe)
 
 
-def test_a_fractional_weight_is_refused_at_once(tmp_path: Path) -> None:
-    heavy = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss_weight": 0.5}]
-    path = write_records(tmp_path / "a.jsonl", *CHATS, {"messages": heavy})
-    with pytest.raises(DataError, match=r"a\.jsonl:41: turn 2 has the loss weight 0\.5"):
+def weighted(weight: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c", "loss_weight": weight}]}
+
+
+def test_a_weight_that_is_none_sets_the_record_aside(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.jsonl", *CHATS, weighted("much"))
+    with pytest.raises(DataError, match=r"a\.jsonl:41 turn 2 has the loss weight 'much'"):
         prepare(chat_recipe(tmp_path, path))
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_loss_weights_reach_the_tokens_of_their_turns(tmp_path: Path, packing: str) -> None:
+    """Of 43 conversations three have weights: their tokens weigh so, all others 1, and batches add up what is learnt of them."""
+    weights = [0.25, 3.0, 0.5]
+    path = write_records(tmp_path / "a.jsonl", *CHATS, *map(weighted, weights))
+    for _ in range(2):  # the second time out of the cache
+        prepared = prepare(chat_recipe(tmp_path, path, packing=packing))
+    dataset, encode = prepared.train, prepared.tokenizer.encode
+    assert all(sample.weights is not None for sample in map(dataset.sample, range(len(dataset))))
+    batch = collate([dataset.sample(index) for index in range(len(dataset))], range(len(dataset)))
+    assert batch.weights_BT is not None
+    learnt_weights = batch.weights_BT[batch.labels_BT != -100]
+    num_tokens = len(encode("b c")) + 1
+    assert sorted(learnt_weights[learnt_weights != 1].tolist()) == sorted(num_tokens * weights)
+    assert prepared.report.train.counts.num_weighted == num_tokens * 3
+    assert batch.num_supervised == dataset.num_supervised
+    assert batch.weight_sum == batch.num_supervised + num_tokens * sum(weight - 1 for weight in weights)
+    assert batch.arguments()["weights_BT"] is batch.weights_BT
+
+
+def test_without_weights_nothing_is_weighed(tmp_path: Path) -> None:
+    prepared = prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS, weighted(1), weighted(0.0) | {"a": 1})))
+    assert prepared.train.sample(0).weights is None
+    assert not list((tmp_path / "cache").rglob("*.weights"))
 
 
 def test_no_end_token_stops_before_anything_is_trained(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.data.conversation import Unsupported, Unusable, read_conversation
+from shardwright.data.conversation import Unusable, read_conversation
 from shardwright.data.formats import Records, plain_texts, recognise
 from shardwright.errors import DataError
 from tests.unit.data.chat_tokenizers import turns
@@ -154,10 +154,16 @@ def test_a_conversation_that_is_none_says_why(given: Any, words: str) -> None:
         read_conversation(given)
 
 
-@pytest.mark.parametrize("weight", [0.5, 2, -1, "1"])
-def test_a_weight_between_is_not_rounded(weight: object) -> None:
-    with pytest.raises(Unsupported, match=r"turn 1 has the loss weight.*nothing between"):
+@pytest.mark.parametrize("weight", [-1, "1", float("nan"), float("inf"), 1001, [1]])
+def test_a_weight_that_is_none_is_not_guessed(weight: object) -> None:
+    with pytest.raises(Unusable, match=r"turn 1 has the loss weight.*number from 0"):
         read_conversation([{"role": "user", "content": "x", "loss_weight": weight}])
+
+
+@pytest.mark.parametrize(("weight", "read"), [(0.0, "0"), (True, "1"), (1.0, "1"), (0.3, "0.3"), (2, "2.0")])
+def test_a_weight_is_kept_as_it_is(weight: object, read: str) -> None:
+    turns = [{"role": "user", "content": "x", "loss_weight": weight}, {"role": "assistant", "content": "y"}]
+    assert repr(read_conversation(turns)["messages"][0]["loss_weight"]) == read
 
 
 def test_pairs_know_their_prompt_without_a_template() -> None:
