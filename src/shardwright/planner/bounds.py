@@ -15,7 +15,7 @@ from operator import mul
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.compute import update_seconds
 from shardwright.planner.memory import StageLoad
-from shardwright.planner.pipeline import PipelineShape
+from shardwright.planner.pipeline import PipelineShape, StageCut
 from shardwright.planner.predict import Predictor
 from shardwright.planner.step import LayerCosts, StepCosts, hide, owned_elements, rank_traffic
 from shardwright.schedule.families import splits_backward
@@ -33,39 +33,40 @@ class PipelineBound:
     layers: tuple[int, ...]
     most: tuple[int, ...]
     """Layers of each kind that none of their ranks goes above."""
-    first: StageLoad
-    """What the first rank has to hold (of several schedules: of one of them)."""
+
+
+PipelineKey = tuple[StageCut, bool]
+"""What is cut where, and whether backward passes are split."""
 
 
 class PipelineBounds:
-    """What is needed to bound one pipeline's time, worked out once for all costs: layers of the first and the last rank, and of the
-    stages before them."""
+    """What is needed to bound one pipeline's time, worked out once for all costs and numbers of micro-batches: layers of the first
+    and the last rank, and of the stages before them."""
 
     def __init__(self, pipeline: PipelineShape) -> None:
-        self.num_micro_batches = pipeline.num_micro_batches
         self.split = pipeline.num_ranks > 1 and splits_backward(pipeline.schedule)
         cut = pipeline.cut
         self.loads = [(pipeline.load_of(rank), before) for rank, before in cut.ends]
         self.least, self.most = cut.least, cut.most
-        self.key = (cut, self.split)
+        self.key: PipelineKey = (cut, self.split)
         """Pipelines of one key take equally long at least, with as many micro-batches."""
 
-    def seconds(self, costs: LayerCosts) -> float:
+    def seconds(self, costs: LayerCosts, num_micro_batches: float, first_share: float = 1.0) -> float:
         """A rank works through its micro-batches after the first has come down the stages before it. Then that one's, or a
         later one's, gradient has to go back up through them; beside that the rank may make gradients of weights, where its
-        schedule splits them off."""
+        schedule splits them off. `first_share` is how much of a micro-batch's time that wait takes at least."""
         best = 0.0
         waiting = costs.going if self.split else costs.both
         for load, before in self.loads:
             mine = _through(costs.both, load.layers) + load.embedding * costs.embedding + load.head * costs.head
-            best = max(best, self.num_micro_batches * mine + _through(waiting, before))
+            best = max(best, num_micro_batches * mine + first_share * _through(waiting, before))
         return best
 
-    def bound(self, costs: LayerCosts) -> PipelineBound:
+    def bound(self, costs: LayerCosts, num_micro_batches: int) -> PipelineBound:
         """Those seconds, and the longest passes of a rank."""
         going = _through(costs.going, self.most)
         backward = _through(costs.both, self.most) - going + costs.embedding + costs.head
-        return PipelineBound(self.seconds(costs), going + costs.embedding, backward, self.least, self.most, self.loads[0][0])
+        return PipelineBound(self.seconds(costs, num_micro_batches), going + costs.embedding, backward, self.least, self.most)
 
 
 def _through(seconds: tuple[float, ...], layers: tuple[int, ...]) -> float:
@@ -80,7 +81,6 @@ def together(bounds: list[PipelineBound]) -> PipelineBound:
         max(bound.backward for bound in bounds),
         tuple(map(min, zip(*(bound.layers for bound in bounds), strict=True))),
         tuple(map(max, zip(*(bound.most for bound in bounds), strict=True))),
-        bounds[0].first,
     )
 
 
@@ -98,12 +98,13 @@ class DataBound:
         self._moving = sum(map(mul, map(sum, step.moving), least))
         self._update = update_seconds(owned_elements(step, load), candidate, step.rates)
 
-    def seconds(self, num_micro_batches: int, bound: PipelineBound) -> float:
-        """Beside passes of at most that length. Traffic hides behind passes, which moving weights makes longer."""
+    def seconds(self, num_micro_batches: int, bound: PipelineBound) -> tuple[float, float]:
+        """Beside passes of at most that length: what comes to the passes, and what comes after them. Traffic hides behind passes,
+        which moving weights makes longer."""
         forward = bound.forward + _through(self._forward, bound.most)
         backward = bound.backward + _through(self._backward, bound.most)
         exposed, _ = hide(self._candidate, self._network, self._traffic, num_micro_batches, forward, backward)
-        return float(exposed + num_micro_batches * self._moving + self._update)
+        return num_micro_batches * self._moving, exposed + self._update
 
 
 def overhead_of(predictor: Predictor, num_gpus: int) -> tuple[float, float]:

@@ -58,7 +58,8 @@ class Rates:
         self.cluster, self.efficiency = cluster, efficiency
         self.precision = _PEAKS.get(precision, precision)
         self.peak = accelerator.peak(self.precision)
-        self.attention_peak = accelerator.peak("bf16") if precision in _PEAKS else self.peak
+        self.attention_precision = "bf16" if precision in _PEAKS else self.precision
+        self.attention_peak = accelerator.peak(self.attention_precision)
         share = efficiency.matmul_share_by_precision.get(precision, efficiency.matmul_share)
         self.product_rate = self.peak * share
         self.bytes_per_second = accelerator.memory_bytes_per_second * efficiency.memory_share
@@ -96,11 +97,16 @@ class Rates:
         """Seconds to read and write so many bytes."""
         return num_bytes / self.bytes_per_second
 
-    def attention(self, flops: float, row_tokens: float, *, backward: bool) -> float:
+    def attention(self, flops: float, row_tokens: float, head_dim: int, *, backward: bool) -> float:
         """Seconds of the fused kernel for so many FLOPs."""
-        efficiency = self.efficiency
-        share = efficiency.attention_backward_share if backward else efficiency.attention_forward_share
-        rate = self.attention_peak * share * row_tokens / (row_tokens + efficiency.attention_half_tokens)
+        efficiency, rate = self.efficiency, None
+        if self.cluster.profile is not None:
+            rate = self.cluster.profile.attention_flops_per_second(
+                self.attention_precision, row_tokens, head_dim, backward=backward
+            )
+        if rate is None:
+            share = efficiency.attention_backward_share if backward else efficiency.attention_forward_share
+            rate = self.attention_peak * share * row_tokens / (row_tokens + efficiency.attention_half_tokens)
         return max(flops / rate, efficiency.kernel_seconds)
 
 
@@ -190,8 +196,8 @@ def _attention_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate,
         forward = flops / (rates.product_rate * 0.6) + rates.moved(moved)
         return forward, 2.0 * flops / (rates.product_rate * 0.6) + rates.moved(1.5 * moved)
     flops = 2.0 * widths * tokens * facts.visible_keys(kind, row)
-    forward = rates.attention(flops, row, backward=False)
-    return forward, rates.attention(2.5 * flops, row, backward=True)
+    forward = rates.attention(flops, row, shape.head_dim, backward=False)
+    return forward, rates.attention(2.5 * flops, row, shape.head_dim, backward=True)
 
 
 def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:

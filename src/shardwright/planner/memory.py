@@ -37,7 +37,7 @@ class StageLoad:
 
 
 @dataclass(frozen=True)
-class _Standing:
+class Standing:
     """Bytes between steps, and elements that the moments of a step need."""
 
     weights: float
@@ -50,11 +50,15 @@ class _Standing:
     optimizer: float
     held: Held
     trained: Held
+    at_loss: float
+    """All of that beside the activations that are kept at the loss: no micro batch, recompute or schedule can save it."""
 
 
-def predict_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad, efficiency: Efficiency) -> MemoryParts:
-    """Bytes of one rank, by part, at its peak."""
-    standing, live = _standing(facts, candidate, load), _activations(facts, candidate, load)
+def predict_memory(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, efficiency: Efficiency, standing: Standing | None = None
+) -> MemoryParts:
+    """Bytes of one rank, by part, at its peak; `standing` where it is known already."""
+    standing, live = standing or standing_of(facts, candidate, load), _activations(facts, candidate, load)
     moments = (
         _at_loss(facts, candidate, load, standing, live),
         _at_backward(facts, candidate, load, standing, live),
@@ -65,15 +69,9 @@ def predict_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad, eff
     return replace(peak, reserve=efficiency.reserve_share * peak.total + efficiency.reserve_bytes, driver=driver)
 
 
-def least_memory(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Bytes beside the activations that are kept at the loss, which no choice of micro batch, recompute or schedule can save."""
-    standing = _standing(facts, candidate, load)
-    return standing.weights + standing.optimizer + _gradients_at_loss(candidate, standing)
-
-
 def updated_gradients(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
     """Bytes of gradients that a step's backward passes leave for the update."""
-    return _standing(facts, candidate, load).updated
+    return standing_of(facts, candidate, load).updated
 
 
 def least_activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
@@ -119,7 +117,8 @@ def adapter_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -
     return total
 
 
-def _standing(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Standing:
+def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Standing:
+    """What a rank holds between steps."""
     engine, stage, layout = candidate.engine, candidate.layout.zero_stage, candidate.layout
     held = _sum(facts, candidate, load)
     master = candidate.master_bytes
@@ -140,7 +139,8 @@ def _standing(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Stan
         optimizer = 0.0
     elif candidate.offload == "parameters":
         weights, optimizer, gradients, reduced, updated = 0.0, 0.0, 0.0, 0.0, 0.0
-    return _Standing(weights, gradients, reduced, updated, optimizer, held, trained)
+    at_loss = weights + optimizer + _gradients_at_loss(candidate, gradients)
+    return Standing(weights, gradients, reduced, updated, optimizer, held, trained, at_loss)
 
 
 def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Held, trained: Held) -> float:
@@ -190,7 +190,7 @@ def _root_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> 
     return elements + (held.head.whole if load.head else 0.0)
 
 
-def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, *, root: bool) -> float:
+def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing, *, root: bool) -> float:
     """Bytes of parameters in the compute precision that are not the weights themselves."""
     layout, size = candidate.layout, _gather_size(candidate)
     if candidate.adapter is not None and candidate.adapter.quantised and layout.zero_stage < 3:
@@ -277,12 +277,12 @@ def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     return chunk * vocab * per_logit + hidden_gradient + made, weight * (size if sharded else wide)
 
 
-def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, live: _Live) -> MemoryParts:
+def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing, live: _Live) -> MemoryParts:
     """The loss with its logits, the first layer of the backward pass, or the first reduction, when that layer's are gone."""
     layout = candidate.layout
     kept = live.kept(load.in_flight)
     logits, left = _logits(facts, candidate) if load.head else (0.0, 0.0)
-    gradients = _gradients_at_loss(candidate, standing)
+    gradients = _gradients_at_loss(candidate, standing.gradients)
     moments = [(kept, logits, load.head, 0.0), (kept + live.rebuilt + live.gradients, left, False, 0.0)]
     reduction = _reduction(candidate, _group_elements(facts, candidate, load))
     if reduction:
@@ -307,12 +307,12 @@ def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing:
     return max(found, key=lambda parts: parts.total)
 
 
-def _gradients_at_loss(candidate: Candidate, standing: _Standing) -> float:
+def _gradients_at_loss(candidate: Candidate, gradients: float) -> float:
     """Those of earlier micro-batches, and buffers that live as long as the run."""
     several, buckets = candidate.gradient_accumulation_steps > 1, _has_buckets(candidate)
     if several and buckets and candidate.engine.weight_bytes is None:
-        return 2.0 * standing.gradients  # DDP sums the earlier micro-batches outside of its buckets
-    return standing.gradients if several or buckets or candidate.engine.whole_gradients else 0.0
+        return 2.0 * gradients  # DDP sums the earlier micro-batches outside of its buckets
+    return gradients if several or buckets or candidate.engine.whole_gradients else 0.0
 
 
 def _has_buckets(candidate: Candidate) -> bool:
@@ -338,7 +338,7 @@ def _in_flight(candidate: Candidate, elements: float) -> float:
     return elements * _reduce_size(candidate) if sharded else _reduction(candidate, elements)
 
 
-def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: _Standing, live: _Live) -> MemoryParts:
+def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing, live: _Live) -> MemoryParts:
     """The end of the last backward pass of the steady state: one pass less in flight, the embedding's gradient being made."""
     kept = live.kept(max(0.0, load.in_flight - 1.0))
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1

@@ -234,6 +234,11 @@ def _simulate(name: str, ranks: int, num: int, virtual: int | None, seconds: tup
     )
 
 
+def was_simulated(pipeline: PipelineShape) -> bool:
+    """Whether `bound_simulation` knows anything of the pipeline's schedule."""
+    return pipeline.num_ranks > 1 and _key(pipeline) in _REFERENCES
+
+
 def bound_simulation(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: float) -> float:
     """Seconds that `simulate` cannot go below, by what it said of the same schedule before: 0 where it was never asked.
 

@@ -12,9 +12,9 @@ from shardwright.planner.compute import Rates
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import ModelFacts, facts_of
 from shardwright.planner.memory import predict_memory
-from shardwright.planner.pipeline import PipelineShape, bound_simulation, pipeline_of
+from shardwright.planner.pipeline import PipelineShape, bound_simulation, pipeline_of, was_simulated
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.step import LayerCosts, StepCosts, predict_time
+from shardwright.planner.step import LayerCosts, StepCosts, passes_of, predict_time
 
 
 def predict(shape: ModelShape, candidate: Candidate, cluster: Cluster, efficiency: Efficiency) -> Prediction:
@@ -64,8 +64,16 @@ class Predictor:
         loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
         return max(loads, key=lambda parts: parts.total)
 
+    def pass_bound(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
+        """Seconds that a step's passes cannot go below, by what was simulated of their schedule before; 0 where nothing was."""
+        pipeline = self.pipeline(candidate)
+        if not was_simulated(pipeline):
+            return 0.0
+        costs = StepCosts(self.facts, candidate, self.rates(candidate.precision), self.network, layer_costs)
+        return bound_simulation(pipeline, *passes_of(costs, pipeline))
+
     def bound(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
-        """Seconds that a step cannot go below, by what was simulated of its schedule before."""
+        """Seconds that the whole step cannot go below, by the same."""
         costs = StepCosts(self.facts, candidate, self.rates(candidate.precision), self.network, layer_costs)
         return predict_time(costs, self.pipeline(candidate), bound_simulation).step
 

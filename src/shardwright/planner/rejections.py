@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from shardwright.layout import Layout
@@ -49,7 +49,7 @@ def familiar(predictor: Predictor, question: Question) -> Iterator[tuple[str, Ca
 
 def _plain(question: Question, layout: Layout) -> Candidate:
     data = layout.data_ranks
-    possible = list(batches(question, data))
+    possible = list(chain.from_iterable(batches(question, data)))
     micro_batch, accumulation = min(possible) if possible else (1, 0)
     return replace(
         question.template, layout=layout, micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, recompute="none"

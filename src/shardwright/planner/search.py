@@ -4,11 +4,13 @@ A partial choice carries a lower bound of the seconds of every complete one belo
 first; a complete one that comes up is better than all that is left. Memory is asked first: what no further choice can save is
 checked before anything is timed.
 
-    1  degrees, micro batch           compute of the first and the last rank, and their wait for the first micro-batch
+    0  degrees                        as 1 of its largest micro batch that fits: per row none costs less
+    1  micro batch                    what the first rank keeps under the leanest recomputation and schedule; compute of the first
+                                      and the last rank, and their wait for the first micro-batch
     2  recompute, methods of tp, cp   that with its traffic; what the first rank keeps under the schedule that keeps least
     3  ZeRO                           data traffic that nothing can hide, the update
-    4  schedule                       its own wait; memory of the first rank in full
-    5  all                            the prediction itself
+    4  schedule                       its own wait; what the first rank keeps under it
+    5  all                            memory of the first rank in full; the prediction itself
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from functools import partial
 from itertools import count
 from math import prod
 from operator import mul
+from typing import NamedTuple
 
 from shardwright.planner.activations import layer_activations
-from shardwright.planner.bounds import DataBound, PipelineBound, PipelineBounds, overhead_of, together
+from shardwright.planner.bounds import DataBound, PipelineBound, PipelineBounds, PipelineKey, overhead_of, together
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory import StageLoad, least_memory, predict_memory
-from shardwright.planner.pipeline import pipeline_of
+from shardwright.planner.memory import StageLoad, Standing, predict_memory, standing_of
+from shardwright.planner.pipeline import PipelineShape, pipeline_of, was_simulated
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.rules import schedules_for
@@ -102,16 +105,58 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-_Scheduled = tuple[PipelineBound, str, int | None]
-"""A schedule by name and virtual stages, with its bound."""
+class _Scheduled(NamedTuple):
+    """A schedule by name and virtual stages: what bounds its time, and what it gives the first rank to hold."""
+
+    bounds: PipelineBounds
+    first: StageLoad
+    name: str
+    virtual_stages: int | None
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Of a micro-batch: what its layers cost, and bytes that one layer of each kind keeps of it."""
+class _Kept(NamedTuple):
+    """Bytes of a micro-batch: what one layer of each kind keeps of it, and what its backward pass makes beside that."""
 
-    seconds: LayerCosts
-    kept: tuple[float, ...]
+    layers: tuple[float, ...]
+    made: tuple[float, ...]
+
+    def least(self, passes: tuple[float, ...]) -> float:
+        """At the first layer of a backward pass, with so many passes through layers of each kind kept."""
+        made = max((made for made, count in zip(self.made, passes, strict=True) if count), default=0.0)
+        return float(sum(map(mul, passes, self.layers)) + made)
+
+
+class _Pipelines(NamedTuple):
+    """All schedules for some stages and micro-batches, and what holds for each of them."""
+
+    each: list[_Scheduled]
+    apart: list[PipelineBounds]
+    """Without those that hold the same stages as one before and so have its bound."""
+    first: StageLoad
+    """What the first rank holds at least."""
+    passes: tuple[float, ...]
+    """Passes through layers of each kind that the first rank keeps at least."""
+
+
+class _How(NamedTuple):
+    """Choices 1 and 2, with what is known of them: costs and bytes of a micro-batch, the least that the first rank keeps, and the
+    bound of each of `_Pipelines.apart` by its key."""
+
+    degrees: Degrees
+    how: How
+    pipelines: _Pipelines
+    costs: LayerCosts
+    kept: _Kept
+    least_kept: float
+    bounds: dict[PipelineKey, PipelineBound]
+
+
+def _with_least(each: list[_Scheduled], *, alone: bool) -> _Pipelines:
+    loads = [scheduled.first for scheduled in each]
+    layers = tuple(map(min, zip(*(load.layers for load in loads), strict=True)))
+    passes = tuple(map(min, zip(*([load.in_flight * n for n in load.layers] for load in loads), strict=True)))
+    apart = list({scheduled.bounds.key: scheduled.bounds for scheduled in each}.values())
+    return _Pipelines(each, apart, StageLoad(layers, embedding=True, head=alone), passes)
 
 
 class _Search:
@@ -127,19 +172,18 @@ class _Search:
         self._seen: dict[tuple[int, ...], Prediction] = {}
         self._done: dict[tuple[int, ...], Prediction] = {}
         self._best_cuts: int | None = None
-        self._costs: dict[tuple[object, ...], _Costs] = {}
-        self._standing: dict[tuple[object, ...], float] = {}
+        self._costs: dict[tuple[object, ...], LayerCosts] = {}
+        self._kept: dict[tuple[object, ...], _Kept] = {}
+        self._leanest: dict[tuple[object, ...], list[_Kept]] = {}
+        self._standing: dict[tuple[object, ...], Standing] = {}
         self._data: dict[tuple[object, ...], DataBound] = {}
-        self._schedules: dict[tuple[int, int], list[tuple[PipelineBounds, str, int | None]]] = {}
+        self._schedules: dict[tuple[int, int], _Pipelines | None] = {}
+        self._any_schedule: dict[tuple[object, ...], list[PipelineBounds]] = {}
+        self._bounds: dict[PipelineKey, PipelineBounds] = {}
 
     def run(self, top: int, patience: int) -> Found:
-        for degrees in self.space.degrees():
-            pipelines = self._pipelines(degrees)
-            if pipelines:
-                costs = self._costs_of(degrees, PLAIN).seconds
-                # Schedules that hold the same stages have one bound between them.
-                apart = {bounds.key: bounds for bounds, _, _ in pipelines}.values()
-                self._push(min(bounds.seconds(costs) for bounds in apart), degrees, partial(self._open_degrees, degrees))
+        for alike in self.space.degrees():
+            self._push_alike(alike)
         left = patience
         while self._heap:
             bound, cuts, _, open_ = heapq.heappop(self._heap)
@@ -164,59 +208,116 @@ class _Search:
     def _push_at(self, seconds: float, degrees: Degrees, open_: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (seconds, degrees.cuts, next(self._numbers), open_))
 
+    # 0 and 1: degrees, with micro batches; what recomputation, tp and cp can save at most
+
+    def _push_alike(self, alike: tuple[Degrees, ...]) -> None:
+        """Degrees that differ in their micro batch: more rows at once never cost more each, so one bound holds for all of them."""
+        if len(alike) == 1 or self.predictor.cluster.profile is not None:
+            self._open_alike(alike)  # measured rates may be anything
+            return
+        largest = next((degrees for degrees in reversed(alike) if self._may_fit(degrees)), None)
+        if largest is None:
+            return
+        costs, rows = self._costs_of(largest, PLAIN), largest.micro_batch * largest.accumulation
+        share = alike[0].micro_batch / largest.micro_batch  # of the largest one's time: a first micro-batch as small as may be
+        least = min(bounds.seconds(costs, rows / largest.micro_batch, share) for bounds in self._apart(alike))
+        self._push(least, largest, partial(self._open_alike, tuple(d for d in alike if d.micro_batch <= largest.micro_batch)))
+
+    def _apart(self, alike: tuple[Degrees, ...]) -> list[PipelineBounds]:
+        """Pipelines of any of the micro batches, each set of stages once."""
+        key = (alike[0].pp, tuple(degrees.accumulation for degrees in alike))
+        found = self._any_schedule.get(key)
+        if found is None:
+            every = [pipelines for degrees in alike if (pipelines := self._pipelines(degrees)) is not None]
+            found = self._any_schedule[key] = list({b.key: b for pipelines in every for b in pipelines.apart}.values())
+        return found
+
+    def _open_alike(self, alike: tuple[Degrees, ...]) -> None:
+        for degrees in alike:
+            pipelines = self._pipelines(degrees)
+            if pipelines is not None and self._may_fit(degrees):
+                costs = self._costs_of(degrees, PLAIN)
+                least = min(bounds.seconds(costs, degrees.accumulation) for bounds in pipelines.apart)
+                self._push(least, degrees, partial(self._open_degrees, degrees, pipelines))
+
+    def _may_fit(self, degrees: Degrees) -> bool:
+        pipelines = self._pipelines(degrees)
+        if pipelines is None:
+            return False
+        key = (degrees.tp, degrees.cp, degrees.micro_batch)
+        leanest = self._leanest.get(key)
+        if leanest is None:
+            ways = [PLAIN._replace(recompute=recompute) for recompute in self.question.recomputes]
+            leanest = self._leanest[key] = [self._kept_of(degrees, way) for way in ways]
+        kept = min(each.least(pipelines.passes) for each in leanest)
+        return self._fits(kept) and self._fits(
+            self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + kept
+        )
+
     # 2: recomputation, and how tp and cp talk
 
-    def _open_degrees(self, degrees: Degrees) -> None:
+    def _open_degrees(self, degrees: Degrees, pipelines: _Pipelines) -> None:
         if self._is_settled(degrees):
             return
-        pipelines = self._pipelines(degrees)
         # The first rank, whatever the schedule deals it; with everything sharded, before the other ways are asked.
-        loads = [bounds.loads[0][0] for bounds, _, _ in pipelines]
-        layers = tuple(map(min, zip(*(load.layers for load in loads), strict=True)))
-        passes = tuple(map(min, zip(*([load.in_flight * n for n in load.layers] for load in loads), strict=True)))
-        first = StageLoad(layers, embedding=True, head=degrees.pp == 1)
-        standing = self._standing_of(degrees, first, self.space.most_sharded(degrees))
+        standing = self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss
         for how in self.space.hows(degrees):
-            costs = self._costs_of(degrees, how)
-            kept = sum(map(mul, passes, costs.kept))
-            if self._fits(standing + kept):
-                bounds = [(bounds.bound(costs.seconds), name, virtual) for bounds, name, virtual in pipelines]
-                least = min(bound.seconds for bound, _, _ in bounds)
-                self._push(least, degrees, partial(self._open_how, degrees, how, costs, bounds, first, kept))
+            kept = self._kept_of(degrees, how)
+            least = kept.least(pipelines.passes)
+            if self._fits(standing + least):
+                costs = self._costs_of(degrees, how)
+                bounds = {each.key: each.bound(costs, degrees.accumulation) for each in pipelines.apart}
+                seconds = min(bound.seconds for bound in bounds.values())
+                so_far = _How(degrees, how, pipelines, costs, kept, least, bounds)
+                self._push(seconds, degrees, partial(self._open_how, so_far))
 
-    def _pipelines(self, degrees: Degrees) -> list[tuple[PipelineBounds, str, int | None]]:
-        """The schedules that can run."""
+    def _pipelines(self, degrees: Degrees) -> _Pipelines | None:
+        """The schedules that can run; None where there is none."""
         key = (degrees.pp, degrees.accumulation)
-        found = self._schedules.get(key)
-        if found is None:
-            found = self._schedules[key] = []
+        if key not in self._schedules:
+            each = []
             for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation):
                 candidate = self.space.candidate(degrees, PLAIN, schedule=(name, virtual))
                 pipeline = pipeline_of(self.facts, candidate.layout, degrees.accumulation, candidate.sequence_length)
-                found.append((PipelineBounds(pipeline), name, virtual))
-        return found
+                each.append(_Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
+            self._schedules[key] = _with_least(each, alone=degrees.pp == 1) if each else None
+        return self._schedules[key]
 
-    def _costs_of(self, degrees: Degrees, how: How) -> _Costs:
+    def _bounds_of(self, pipeline: PipelineShape) -> PipelineBounds:
+        bounds = PipelineBounds(pipeline)
+        return self._bounds.setdefault(bounds.key, bounds)
+
+    def _costs_of(self, degrees: Degrees, how: How) -> LayerCosts:
         key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch, how)
         found = self._costs.get(key)
         if found is None:
+            found = self._costs[key] = self.predictor.layer_costs(self.space.candidate(degrees, how))
+        return found
+
+    def _kept_of(self, degrees: Degrees, how: How) -> _Kept:
+        key = (degrees.tp, degrees.cp, degrees.micro_batch, how)
+        found = self._kept.get(key)
+        if found is None:
             candidate = self.space.candidate(degrees, how)
-            kept = tuple(layer_activations(self.facts, kind, candidate).kept for kind in self.facts.kinds)
-            found = self._costs[key] = _Costs(self.predictor.layer_costs(candidate), kept)
+            layers = [layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds]
+            made = tuple(layer.rebuilt + layer.gradients for layer in layers)
+            found = self._kept[key] = _Kept(tuple(layer.kept for layer in layers), made)
         return found
 
     # 3: ZeRO
 
-    def _open_how(self, degrees: Degrees, how: How, costs: _Costs, bounds: list[_Scheduled], first: StageLoad, kept: float) -> None:
+    def _open_how(self, chosen: _How) -> None:
+        degrees = chosen.degrees
         if self._is_settled(degrees):
             return
-        every = together([bound for bound, _, _ in bounds])
+        every = together(list(chosen.bounds.values()))
         for sharding in self.space.shardings(degrees):
-            if self._is_done(degrees, sharding) or not self._fits(self._standing_of(degrees, first, sharding) + kept):
+            standing = self._standing_of(degrees, chosen.pipelines.first, sharding).at_loss
+            if self._is_done(degrees, sharding) or not self._fits(standing + chosen.least_kept):
                 continue
-            extra = self._data_bound(degrees, sharding, every.layers).seconds(degrees.accumulation, every)
-            open_ = partial(self._open_sharding, degrees, how, sharding, costs, bounds, extra)
-            self._push(every.seconds + extra, degrees, open_)
+            moving, after = self._data_bound(degrees, sharding, every.layers).seconds(degrees.accumulation, every)
+            seconds = every.seconds + moving + after
+            self._push(seconds, degrees, partial(self._open_sharding, chosen, sharding, moving, after))
 
     def _data_bound(self, degrees: Degrees, sharding: Sharding, least: tuple[int, ...]) -> DataBound:
         key = (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding, least)
@@ -225,12 +326,12 @@ class _Search:
             found = self._data[key] = DataBound(self.predictor, self.space.candidate(degrees, PLAIN, sharding), least)
         return found
 
-    def _standing_of(self, degrees: Degrees, load: StageLoad, sharding: Sharding) -> float:
-        """Bytes between steps of a rank."""
+    def _standing_of(self, degrees: Degrees, load: StageLoad, sharding: Sharding) -> Standing:
+        """What a rank holds between steps."""
         key = (degrees.tp, degrees.cp, degrees.ep, degrees.data, degrees.accumulation > 1, load.layers, load.head, sharding)
         found = self._standing.get(key)
         if found is None:
-            found = self._standing[key] = least_memory(self.facts, self.space.candidate(degrees, PLAIN, sharding), load)
+            found = self._standing[key] = standing_of(self.facts, self.space.candidate(degrees, PLAIN, sharding), load)
         return found
 
     def _is_done(self, degrees: Degrees, sharding: Sharding) -> bool:
@@ -250,30 +351,45 @@ class _Search:
 
     # 4: schedule
 
-    def _open_sharding(
-        self, degrees: Degrees, how: How, sharding: Sharding, costs: _Costs, bounds: list[_Scheduled], extra: float
-    ) -> None:
+    def _open_sharding(self, chosen: _How, sharding: Sharding, moving: float, after: float) -> None:
+        degrees = chosen.degrees
         if self._is_done(degrees, sharding):
             return
-        allowed, efficiency = self.question.allowed, self.predictor.efficiency
-        for bound, name, virtual in bounds:
-            load = bound.first
-            if not self._fits(self._standing_of(degrees, load, sharding) + load.in_flight * sum(map(mul, load.layers, costs.kept))):
-                continue
-            chosen = self.space.candidate(degrees, how, sharding, (name, virtual))
-            if self._fits(predict_memory(self.facts, chosen, load, efficiency).total) and (allowed is None or allowed(chosen)):
-                self._push(bound.seconds + extra, degrees, partial(self._open_candidate, degrees, chosen, costs.seconds))
+        for scheduled in chosen.pipelines.each:
+            load = scheduled.first
+            kept = chosen.kept.least(tuple(load.in_flight * count for count in load.layers))
+            if self._fits(self._standing_of(degrees, load, sharding).at_loss + kept):
+                seconds = chosen.bounds[scheduled.bounds.key].seconds + moving + after
+                self._push(seconds, degrees, partial(self._open_schedule, chosen, sharding, scheduled, after))
 
     # 5: everything
 
-    def _open_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, simulated: bool = False) -> None:
+    def _open_schedule(self, chosen: _How, sharding: Sharding, scheduled: _Scheduled, after: float) -> None:
+        if self._is_done(chosen.degrees, sharding):
+            return
+        schedule = (scheduled.name, scheduled.virtual_stages)
+        candidate = self.space.candidate(chosen.degrees, chosen.how, sharding, schedule)
+        if self.question.allowed is not None and not self.question.allowed(candidate):
+            return
+        standing = self._standing_of(chosen.degrees, scheduled.first, sharding)
+        if not self._fits(predict_memory(self.facts, candidate, scheduled.first, self.predictor.efficiency, standing).total):
+            return
+        open_ = partial(self._open_candidate, chosen.degrees, candidate, chosen.costs)
+        if candidate.layout.pp > 1 and self._heap:
+            # What was simulated before may say that others come first.
+            seconds = (self.predictor.pass_bound(candidate, chosen.costs) + after) * self._growth + self._fixed
+            if seconds > self._heap[0][0]:
+                self._push_at(seconds, chosen.degrees, open_)
+                return
+        open_()
+
+    def _open_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, bounded: bool = False) -> None:
         if key_of(candidate) in self._done:
             return
-        if candidate.layout.pp > 1 and not simulated:
-            # What was simulated before may say that others come first.
+        if self._heap and not bounded and was_simulated(self.predictor.pipeline(candidate)):
             seconds = self.predictor.bound(candidate, costs)
-            if self._heap and seconds > self._heap[0][0]:
-                self._push_at(seconds, degrees, partial(self._open_candidate, degrees, candidate, costs, simulated=True))
+            if seconds > self._heap[0][0]:
+                self._push_at(seconds, degrees, partial(self._open_candidate, degrees, candidate, costs, bounded=True))
                 return
         memory = self.predictor.memory(candidate, self.predictor.pipeline(candidate))
         if not self._fits(memory.total):

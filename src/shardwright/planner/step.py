@@ -69,10 +69,6 @@ class LayerCosts:
         """Forward, and both passes, of a layer of each kind, with that traffic and what it slows down."""
 
 
-Simulation = Callable[[PipelineShape, Sequence[StageSeconds], float], float]
-"""(pipeline, one micro-batch through each kind of stage, seconds of a send) -> seconds."""
-
-
 class StepCosts:
     """What one candidate's layers cost; shared by all of its stages."""
 
@@ -118,16 +114,30 @@ class StepCosts:
         return _Passes(forward, backward, weights, traffic_forward, traffic_backward)
 
 
+def passes_of(costs: StepCosts, pipeline: PipelineShape) -> tuple[list[StageSeconds], float]:
+    """Seconds of a micro-batch through each kind of stage (`StageCut.kinds`), and of a send to the next one."""
+    kinds = _kinds_of(costs, pipeline)
+    return [each.seconds for each in kinds], send_seconds(costs.facts, costs.candidate, costs.network, costs.groups)
+
+
+def _kinds_of(costs: StepCosts, pipeline: PipelineShape) -> list[_Passes]:
+    # Most stages, and most ranks, are alike: each kind is worked out once.
+    contention = costs.network.efficiency.contention
+    stages = pipeline.cut.kinds
+    return [_slowed(costs.stage(layers, embedding=embedding, head=head), contention) for layers, embedding, head in stages]
+
+
+Simulation = Callable[[PipelineShape, Sequence[StageSeconds], float], float]
+"""(pipeline, one micro-batch through each kind of stage, seconds of a send) -> seconds."""
+
+
 def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulation = simulate) -> TimeParts:
     """Seconds of one optimizer step, by part, on the rank that takes longest.
 
     `simulated` says how long the passes of all stages take: the simulation, or a bound of it, which gives a bound of the step.
     """
-    candidate, network = costs.candidate, costs.network
-    contention = network.efficiency.contention
-    # Most stages, and most ranks, are alike: each kind is worked out once.
-    cut = pipeline.cut
-    kinds = [_slowed(costs.stage(layers, embedding=embedding, head=head), contention) for layers, embedding, head in cut.kinds]
+    candidate, network, cut = costs.candidate, costs.network, pipeline.cut
+    kinds = _kinds_of(costs, pipeline)
     seconds = [each.seconds for each in kinds]
     num = candidate.gradient_accumulation_steps
     send = send_seconds(costs.facts, candidate, network, costs.groups)
