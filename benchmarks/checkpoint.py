@@ -1,8 +1,9 @@
 """Saving and loading against plain writes of the same bytes, DCP and torch.save: python -m benchmarks.checkpoint [--publish].
 
 Two ranks hold float32 tensors cut by rows, as FSDP2 leaves them. All contenders run in the same processes, one after the other in
-every round, each into a fresh folder that is removed outside of its time; a time is that of the slower rank. Every writer brings
-its bytes to the device (fsync). Reads find their files in the page cache: they compare the work of the readers, not the device.
+every round, each round beginning with another one, each into a fresh folder that is removed outside of its time; a time is that of
+the slower rank. Every writer brings its bytes to the device (fsync), and begins when nothing else is on its way there (sync). Reads
+find their files in the page cache: they compare the work of the readers, not the device.
 """
 
 from __future__ import annotations
@@ -35,18 +36,23 @@ from shardwright.verify.pool import RankPool
 
 RANKS, WIDTH = 2, 1024
 READERS = (1, 2, 4, 8)
+SHARES = (8, 4, 2, 1)
+"""The sizes whose resharding is measured: these parts of the whole."""
+STEP_SECONDS = 0.25
+"""What stands for a step's forward and backward pass: products of matrices for so long."""
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+NOTES = FOLDER / "checkpoints.notes.md"
 
 Times = dict[str, float]
 """Seconds: `total`, and `stall` where the caller may go on before the end."""
 
 
-def make_tensors(num_tensors: int, *, blank: bool = False) -> dict[str, DTensor]:
-    """Rows over all ranks; each tensor 4 MiB in all."""
+def make_tensors(num_tensors: int, *, blank: bool = False, dim: int = 0) -> dict[str, DTensor]:
+    """Rows (`dim` 0) or columns over all ranks; each tensor 4 MiB in all."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     make = torch.zeros if blank else lambda *shape: torch.randn(*shape, generator=generator)
-    return {f"layer{n}.weight": distribute_tensor(make(WIDTH, WIDTH), mesh, [Shard(0)]) for n in range(num_tensors)}
+    return {f"layer{n}.weight": distribute_tensor(make(WIDTH, WIDTH), mesh, [Shard(dim)]) for n in range(num_tensors)}
 
 
 def write_plainly(folder: Path, tensors: dict[str, DTensor]) -> Times:
@@ -100,12 +106,26 @@ class InBackground:
         self.group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
-        """shardwright's BackgroundSaver."""
+        """shardwright's BackgroundSaver, where the update comes at once: the copy is waited for."""
         began = time.perf_counter()
         self.saver.save(folder, 1, tensors, {})
+        self.saver.await_copy()
         stall = time.perf_counter() - began
         self.saver.wait()
         return {"stall": stall, "total": time.perf_counter() - began}
+
+    def save_beside_a_step(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
+        """The same where the gradients of the next step are computed before its update, as in training."""
+        alone = products(STEP_SECONDS)
+        began = time.perf_counter()
+        self.saver.save(folder, 1, tensors, {})
+        begun = time.perf_counter()
+        slowed = products(STEP_SECONDS)
+        computed = time.perf_counter()
+        self.saver.await_copy()
+        stall = (begun - began) + (time.perf_counter() - computed)
+        self.saver.wait()
+        return {"stall": stall, "total": time.perf_counter() - began, "slowed": 1.0 - slowed / alone}
 
     def save_with_dcp(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
         """DCP's async_save on a thread, in a group of its own."""
@@ -115,6 +135,15 @@ class InBackground:
         stall = time.perf_counter() - began
         future.result()
         return {"stall": stall, "total": time.perf_counter() - began}
+
+
+def products(seconds: float) -> float:
+    """Products of matrices a second, on this rank's one thread."""
+    square, count, began = torch.randn(256, 256), 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < seconds:
+        square @ square
+        count += 1
+    return count / took
 
 
 def save_ours(folder: Path, tensors: dict[str, DTensor]) -> Times:
@@ -132,17 +161,21 @@ def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Ti
         "hashed": write_hashed,
         "ours": save_ours,
         "ours in the background": background.save,
+        "ours beside a step": background.save_beside_a_step,
         "dcp": save_with_dcp,
         "dcp async": background.save_with_dcp,
         "torch.save": save_with_torch,
     }
     tensors = make_tensors(num_tensors)
     measured: dict[str, list[Times]] = {name: [] for name in contenders}
+    names = list(contenders)
     for number in range(rounds + 1):
-        for name, contender in contenders.items():
-            folder = Path(root) / f"{name}-{number}"
+        for place in range(len(names)):
+            name = names[(place + number) % len(names)]
+            contender, folder = contenders[name], Path(root) / f"{name}-{number}"
             if dist.get_rank() == 0:
                 folder.mkdir()
+                os.sync()
             dist.barrier()
             times = slowest(contender(folder, tensors))
             if number:
@@ -193,19 +226,29 @@ def measure_loads(root: str, num_tensors: int, last: int, rounds: int) -> dict[s
     return measured
 
 
-def measure_resharding(root: str, num_tensors: int, last: int, rounds: int) -> list[Times]:
-    """Loading the checkpoint of two ranks on this many."""
-    if not dist.is_initialized():
-        tensors: dict[str, Any] = {f"layer{n}.weight": torch.zeros(WIDTH, WIDTH) for n in range(num_tensors)}
-    else:
-        tensors = dict(make_tensors(num_tensors, blank=True))
-    measured = []
-    for number in range(rounds + 1):
-        began = time.perf_counter()
-        load_checkpoint(Path(root) / f"ours-{last}" / "step-00000001", tensors)
-        times = {"total": time.perf_counter() - began}
-        if number:
-            measured.append(slowest(times) if dist.is_initialized() else times)
+def save_sizes(root: str, num_tensors: int) -> None:
+    """Checkpoints of two ranks, one for each share of the whole."""
+    for share in SHARES:
+        save_checkpoint(Path(root) / f"share-{share}", 1, make_tensors(num_tensors // share), {})
+
+
+def measure_resharding(root: str, num_tensors: int, rounds: int) -> dict[str, list[Times]]:
+    """Opening the checkpoints of two ranks, cut by rows, on these ranks; by "share/cut" the rounds."""
+    measured: dict[str, list[Times]] = {}
+    for share in SHARES:
+        for dim, cut in enumerate(("rows", "columns")):
+            if dist.is_initialized():
+                tensors: dict[str, Any] = dict(make_tensors(num_tensors // share, blank=True, dim=dim))
+            else:
+                tensors = {f"layer{n}.weight": torch.zeros(WIDTH, WIDTH) for n in range(num_tensors // share)}
+            for number in range(rounds + 1):
+                if dist.is_initialized():
+                    dist.barrier()
+                began = time.perf_counter()
+                load_checkpoint(Path(root) / f"share-{share}" / "step-00000001", tensors)
+                times = {"total": time.perf_counter() - began}
+                if number:
+                    measured.setdefault(f"{share}/{cut}", []).append(slowest(times) if dist.is_initialized() else times)
     return measured
 
 
@@ -215,7 +258,8 @@ def measure(num_tensors: int, rounds: int, base: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=base) as root, RankPool(timeout_seconds=550.0) as pool:
         saves = pool.run(RANKS, measure_saves, root, num_tensors, rounds)[0]
         loads = pool.run(RANKS, measure_loads, root, num_tensors, rounds, rounds)[0]
-        reshards = {n: pool.run(n, measure_resharding, root, num_tensors, rounds, rounds)[0] for n in READERS}
+        pool.run(RANKS, save_sizes, root, num_tensors)
+        reshards = {n: pool.run(n, measure_resharding, root, num_tensors, rounds)[0] for n in READERS}
     return {
         "conditions": read_conditions(),
         "ranks": RANKS,
@@ -228,57 +272,75 @@ def measure(num_tensors: int, rounds: int, base: Path | None) -> dict[str, Any]:
     }
 
 
-def rows_of(measured: dict[str, list[Times]], size_bytes: int, *, stalls: bool) -> list[str]:
-    """A table: a row per contender, against the plain one."""
-    plain = statistics.median(times["total"] for times in measured["plain"])
-    lines = ["| | MiB/s, median (range) | share of plain | seconds |", "| --- | ---: | ---: | ---: |"]
-    if stalls:
-        lines = [lines[0] + " training stands still |", lines[1] + " ---: |"]
+def rows_of(measured: dict[str, list[Times]], size_bytes: int, plain_write: float, *, saves: bool) -> list[str]:
+    """A table: a row per contender, against the plain write."""
+    lines = [
+        "| | MiB/s, median (range) | share of the plain write | seconds |" + (" training stands still |" if saves else ""),
+        "| --- | ---: | ---: | ---: |" + (" ---: |" if saves else ""),
+    ]
     for name, rounds in measured.items():
         totals = sorted(times["total"] for times in rounds)
         middle = statistics.median(totals)
         low, speed, high = (size_bytes / 2**20 / seconds for seconds in (totals[-1], middle, totals[0]))
-        line = f"| {name} | {speed:.0f} ({low:.0f} to {high:.0f}) | {plain / middle:.0%} | {middle:.3f} |"
-        if stalls:
+        line = f"| {name} | {speed:.0f} ({low:.0f} to {high:.0f}) | {plain_write / middle:.0%} | {middle:.3f} |"
+        if saves:
             stall = statistics.median(times.get("stall", times["total"]) for times in rounds)
-            line += f" {stall:.3f} s, {stall / middle:.1%} |"
+            share = statistics.median(times.get("stall", times["total"]) / times["total"] for times in rounds)
+            line += f" {stall:.3f} s, {share:.1%} |"
         lines.append(line)
     return lines
 
 
+def rows_of_resharding(resharding: dict[str, dict[str, list[Times]]], size_bytes: int) -> list[str]:
+    """A row per size, a column per number of ranks."""
+    lines = [
+        "| size | cut by | " + " | ".join(f"{n} ranks" for n in resharding) + " |",
+        "| ---: | --- |" + " ---: |" * len(resharding),
+    ]
+    for key in next(iter(resharding.values())):
+        share, cut = key.split("/")
+        seconds = [statistics.median(times["total"] for times in rounds[key]) for rounds in resharding.values()]
+        lines.append(f"| {format_bytes(size_bytes // int(share))} | {cut} | " + " | ".join(f"{s:.3f}" for s in seconds) + " |")
+    return lines
+
+
 def describe(result: dict[str, Any]) -> str:
-    """The page."""
+    """The page, with what `checkpoints.notes.md` adds by hand."""
     conditions, size = result["conditions"], result["size_bytes"]
     before, after = result["load_average"]
-    resharding = {n: statistics.median(times["total"] for times in rounds) for n, rounds in result["resharding"].items()}
+    plain_write = statistics.median(times["total"] for times in result["saves"]["plain"])
+    slowed = statistics.median(times["slowed"] for times in result["saves"]["ours beside a step"])
     return "\n".join(
         [
             "# Checkpoints: speed",
             "",
             f"Made by `python -m benchmarks.checkpoint --publish`, {conditions['date']}, commit {conditions['commit']}.",
-            f"{format_bytes(size)} of float32 in tensors of 4 MiB, cut by rows over {result['ranks']} ranks; {result['rounds']}",
-            "rounds after a first one that is not counted, contenders in turn.",
-            f"{conditions['processor']}, {conditions['cores']} cores; load average {before} before, {after} after: where it is",
-            "above the number of cores others were at work, and the numbers are worth a comparison within a table, no more.",
+            f"{format_bytes(size)} of float32 in tensors of 4 MiB, cut by rows over {result['ranks']} ranks of one thread each;",
+            f"{result['rounds']} rounds after a first one that is not counted, contenders in turn.",
+            f"{conditions['processor']}, {conditions['cores']} cores; load average {before} before, {after} after.",
             "",
             "## Saving",
             "",
             "`plain` writes the same bytes with fsync; `hashed` adds a SHA-256 on a second thread, which every save of ours takes.",
+            "`ours in the background` is a save where the update comes at once and waits for the whole copy; `ours beside a",
+            f"step` one where {STEP_SECONDS} s of products of matrices come before it, as gradients do. These ran {slowed:.0%}",
+            "slower: copying, hashing and writing share the cores with them here.",
             "",
-            *rows_of(result["saves"], size, stalls=True),
+            *rows_of(result["saves"], size, plain_write, saves=True),
             "",
             "## Loading",
             "",
             "From the page cache. Ours hashes every byte before it parses one; the others check nothing.",
             "",
-            *rows_of(result["loads"], size, stalls=False),
+            *rows_of(result["loads"], size, plain_write, saves=False),
             "",
-            "## The same checkpoint, of two ranks, opened by others",
+            "## The same checkpoint, of two ranks and cut by rows, opened by others",
             "",
-            "| ranks | seconds, median |",
-            "| ---: | ---: |",
-            *[f"| {n} | {seconds:.3f} |" for n, seconds in resharding.items()],
+            "Seconds, median; every byte hashed. One rank opens whole tensors.",
             "",
+            *rows_of_resharding(result["resharding"], size),
+            "",
+            *((NOTES.read_text(encoding="utf-8").rstrip(), "") if NOTES.exists() else ()),
         ]
     )
 

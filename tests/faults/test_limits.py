@@ -101,15 +101,16 @@ def wait_until_at_work(ranks: list[subprocess.Popen[str]], marks: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("rank", "machine", "words"),
+    ("rank", "machine", "into", "words"),
     [
-        (1, "one", "two processes say they are rank 1"),  # found by the pulse
-        (1, "two", "rank 1 is taken"),  # by the claim in the store; here a machine is a folder for temporary files
-        (0, "two", "already"),  # by the run folder, which is the first rank's
+        (1, "one", "run", "two processes say they are rank 1"),  # found by the pulse
+        (1, "two", "run", "rank 1 is taken"),  # by the claim in the store; here a machine is a folder for temporary files
+        (0, "two", "run", "already"),  # by the run folder, which is the first rank's
+        (0, "two", "another run", "in use"),  # by the port, behind which the store of a run that lives would be met
     ],
 )
 def test_a_second_process_of_a_rank_is_refused_and_harms_nobody(
-    recipe: Path, untroubled: Path, tmp_path: Path, rank: int, machine: str, words: str
+    recipe: Path, untroubled: Path, tmp_path: Path, rank: int, machine: str, into: str, words: str
 ) -> None:
     port, folder = free_port(), tmp_path / "run"
     for name in ("one", "two"):
@@ -117,7 +118,7 @@ def test_a_second_process_of_a_rank_is_refused_and_harms_nobody(
     ranks = [start_rank(recipe, folder, port, number, tmp_path / "one", tmp_path) for number in range(2)]
     try:
         wait_until_at_work(ranks, tmp_path)
-        double = start_rank(recipe, folder, port, rank, tmp_path / machine, tmp_path)
+        double = start_rank(recipe, tmp_path / into, port, rank, tmp_path / machine, tmp_path)
         _, told = double.communicate(timeout=600)
         assert double.returncode == ExitCode.WRONG_INPUT, told
         assert words in told

@@ -1,4 +1,4 @@
-"""Fault 7: SIGTERM to one rank, twice, while a save is under way: one coordinated save, exit code 4, and the next start goes on."""
+"""Fault 7: SIGTERM to one rank or all, twice, in a save, too: one coordinated save, exit code 4, and the next start goes on."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from tests.faults.conftest import Run, assert_same_end
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.mark.parametrize(("rank", "step", "place"), [(1, 4, "forward"), pytest.param(0, 6, "save", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "step", "place"),
+    [
+        ((1,), 4, "forward"),
+        pytest.param((0,), 6, "save", marks=pytest.mark.long),
+        pytest.param((0, 1), 5, "forward", marks=pytest.mark.long),
+    ],
+)
 def test_a_preempted_run_saves_once_and_goes_on(
-    run: Run, untroubled: Path, tmp_path: Path, rank: int, step: int, place: str
+    run: Run, untroubled: Path, tmp_path: Path, ranks: tuple[int, ...], step: int, place: str
 ) -> None:
-    fault = {"rank": rank, "step": step, "place": place, "signals": ["SIGTERM", "SIGTERM"]}
-    done = run(faults=[fault])
+    faults = [{"rank": rank, "step": step, "place": place, "signals": ["SIGTERM", "SIGTERM"]} for rank in ranks]
+    done = run(faults=faults)
     assert done.returncode == ExitCode.PREEMPTED, done.stderr
     events = read_events(tmp_path / "run")
     (preempted,) = events.of(Preempted)
     assert preempted.step is not None
     assert step < preempted.step <= step + 2
     assert [event.step for event in events.of(Checkpoint)].count(preempted.step) == 1
-    done = run("--resume", faults=[fault])  # it has happened: its mark is there
+    done = run("--resume", faults=faults)  # it has happened: its mark is there
     assert done.returncode == ExitCode.DONE, done.stderr
     assert [event.step for event in read_events(tmp_path / "run").of(Resumed)] == [preempted.step]
     assert_same_end(tmp_path / "run", untroubled)

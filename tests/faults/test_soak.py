@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -44,7 +45,12 @@ class Progress:
 
 def ranks_of(launcher: psutil.Process) -> dict[int, psutil.Process]:
     """Processes of the generation that is there now, by their ids."""
-    return {child.pid: child for child in launcher.children(recursive=True) if "tests.faults.worker" in child.cmdline()}
+    found = {}
+    for child in launcher.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just died
+            if "tests.faults.worker" in child.cmdline():
+                found[child.pid] = child
+    return found
 
 
 def kill_at_random(launcher: subprocess.Popen[bytes], run: Path, kills: int, chance: random.Random) -> list[float]:
@@ -93,6 +99,7 @@ def test_kills_at_random_moments_cost_time_and_nothing_else(
         assert process.wait(timeout=1800) == ExitCode.DONE, (tmp_path / "told").read_text()[-4000:]
     finally:
         process.kill()
+        process.wait()
     seconds = time.monotonic() - began
     events = read_events(run)
     run_alone(recipe, tmp_path / "alone", *length)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.background import BackgroundSaver
+from shardwright.checkpoint.background import BackgroundSaver, HostCopy
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.checkpoint.load import load_checkpoint
 from shardwright.errors import SaveFailed
@@ -33,6 +34,7 @@ def train_while_saving(root: str) -> None:
     saver = BackgroundSaver(disk=disk)
     weight, shared = torch.full((8,), float(rank)), torch.arange(5.0)
     assert saver.save(root, 1, {f"w{rank}": weight, "shared": shared}, {"step": 1}) is None
+    saver.await_copy()
     for _ in range(3):  # the training's own collectives go on meanwhile, and its tensors change
         dist.all_reduce(weight)
         shared.zero_()
@@ -74,11 +76,50 @@ def test_one_process_saves_in_the_background(tmp_path: Path) -> None:
     saver = BackgroundSaver()
     tensor = torch.ones(3)
     saver.save(tmp_path, 1, {"x": tensor}, {})
+    saver.await_copy()
     tensor.zero_()
     saved = saver.close()
     assert saved is not None
     load_checkpoint(saved.path, {"x": tensor})
     assert tensor.sum() == 3
+
+
+@pytest.fixture
+def held_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is copied before this event."""
+    go, take = threading.Event(), HostCopy.take
+
+    def wait(copy: HostCopy, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+        assert go.wait(30)
+        return take(copy, *arguments, **options)
+
+    monkeypatch.setattr(HostCopy, "take", wait)
+    return go
+
+
+def test_the_copy_is_made_while_the_training_goes_on(tmp_path: Path, held_copy: threading.Event) -> None:
+    saver, tensor = BackgroundSaver(), torch.ones(3)
+    saver.save(tmp_path, 1, {"x": tensor}, {})  # returns, though nothing is copied yet
+    waiting = threading.Thread(target=saver.await_copy)
+    waiting.start()
+    assert waiting.is_alive()
+    held_copy.set()
+    waiting.join()
+    tensor.zero_()
+    saved = saver.close()
+    assert saved is not None
+    load_checkpoint(saved.path, {"x": tensor})
+    assert tensor.sum() == 3
+
+
+def test_a_tensor_that_changes_before_it_is_copied_fails_the_save(tmp_path: Path, held_copy: threading.Event) -> None:
+    saver, tensor = BackgroundSaver(), torch.ones(3)
+    saver.save(tmp_path, 1, {"x": tensor}, {})
+    tensor.add_(1)
+    held_copy.set()
+    with pytest.raises(SaveFailed, match="changed while it was copied"):
+        saver.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_as_it_changes(root: str) -> list[str]:

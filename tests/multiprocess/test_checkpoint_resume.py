@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ class StopAfter(StopRequest):
 
     def __bool__(self) -> bool:
         self.left -= 1
-        return self.left <= 0
+        if self.left <= 0:
+            self.note(signal.SIGTERM)
+        return super().__bool__()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import stat
@@ -20,6 +21,9 @@ from shardwright.errors import CheckpointError
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Disk:
@@ -39,7 +43,29 @@ class Disk:
     def write(self, descriptor: int, data: memoryview) -> None:
         """Write all of `data` at the end."""
         while data:
-            data = data[os.write(descriptor, data) :]
+            try:
+                data = data[os.write(descriptor, data) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.bypass_cache(descriptor, False):
+                    raise  # else: the device wants other sizes than ours, so the rest goes through the cache
+
+    def bypass_cache(self, descriptor: int, bypass: bool) -> bool:
+        """Write past the page cache from here on, or through it again; whether anything has changed.
+
+        A hint: some file systems cannot, and some systems have no such thing.
+        """
+        if not _DIRECT:
+            return False
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if bool(flags & _DIRECT) == bypass:
+            return False
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ _DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
 
     def sync(self, descriptor: int) -> None:
         """Bring a file's bytes to the device."""

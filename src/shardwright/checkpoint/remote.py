@@ -36,6 +36,10 @@ class RemoteDisk(Disk):
         """Write all of `data` at the end."""
         self._open[descriptor].write(bytes(data))
 
+    def bypass_cache(self, descriptor: int, bypass: bool) -> bool:
+        """There is no cache."""
+        return False
+
     def sync(self, descriptor: int) -> None:
         """End the upload: from here on the object is there and durable, as far as the store promises it."""
         self._open[descriptor].close()

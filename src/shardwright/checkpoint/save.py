@@ -22,7 +22,8 @@ from shardwright import __version__
 from shardwright.checkpoint import commit
 from shardwright.checkpoint.boxes import Box, fault_of_cover, whole
 from shardwright.checkpoint.commit import Keep
-from shardwright.checkpoint.disk import Disk, HashedFile, write_file
+from shardwright.checkpoint.direct import new_file
+from shardwright.checkpoint.disk import Disk, write_file
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.header import compose_header
 from shardwright.checkpoint.manifest import (
@@ -100,15 +101,20 @@ class PlannedSave:
     writing: list[tuple[str, str, Box, torch.Tensor]]
     digest: str
     """Of what this rank announced: while it stays the same on every rank, so does who writes what."""
+    versions: tuple[int, ...] = ()
+    """How often each tensor of `writing` had been changed in place: it must be no more often when its copy is done."""
     fault: str | None = None
     """What kept this rank from being able to write its share; every rank is told before anything is published."""
 
     def copied(self, copy: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> PlannedSave:
         """With this rank's share copied, so that the originals may change."""
+        originals = [values for *_, values in self.writing]
         try:
-            copies = copy([values for *_, values in self.writing])
+            copies = copy(originals)
         except (RuntimeError, MemoryError) as error:
             return replace(self, writing=[], fault=f"no host memory for the copy: {_fault(error)}")
+        if _versions(originals) != self.versions:
+            return replace(self, writing=[], fault="a tensor changed while it was copied")
         return replace(self, writing=[(*item[:3], values) for item, values in zip(self.writing, copies, strict=True)])
 
 
@@ -139,7 +145,14 @@ def plan_save(
     ]
     # Wide elements first, so that every tensor's bytes begin at a multiple of its element size.
     writing.sort(key=lambda item: (-DTYPE_BYTES[item[1]], item[0], item[2]))
-    return PlannedSave(step, values, merged or {}, entries, takers, writing, digest)
+    return PlannedSave(
+        step, values, merged or {}, entries, takers, writing, digest, versions=_versions([tensor for *_, tensor in writing])
+    )
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Torch's count of changes in place; 0 for tensors of inference mode, which have none."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def finish_save(
@@ -294,8 +307,10 @@ def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], fold
 def _write_shard(path: Place, planned: PlannedSave, disk: Disk) -> list[Any]:
     """Write a rank's file; its size in bytes and SHA-256."""
     keys = {(name, part.box): part.key for name, entry in planned.entries.items() for part in entry.slices}
-    with HashedFile(path, disk) as file:
-        file.write(memoryview(compose_header([(keys[name, box], dtype, box.lengths) for name, dtype, box, _ in planned.writing])))
+    header = compose_header([(keys[name, box], dtype, box.lengths) for name, dtype, box, _ in planned.writing])
+    size_bytes = len(header) + sum(values.numel() * values.element_size() for *_, values in planned.writing)
+    with new_file(path, disk, size_bytes) as file:
+        file.write(memoryview(header))
         for _, _, _, values in planned.writing:
             for block in blocks(values):
                 file.write(block)

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from shardwright.config.section import NonNegative, Positive, Section
 
+DeviceKind = Literal["auto", "cpu", "cuda"]
+"""What ranks compute on; `auto` takes CUDA where there is some."""
+
 
 class CheckpointSection(Section):
     """What is saved, when, where, and how much is kept."""
@@ -23,8 +26,8 @@ class CheckpointSection(Section):
     keep_best: bool = True
     """Save where the validation loss is the lowest so far, and keep that one too."""
     asynchronous: bool = True
-    """Write while the training goes on: it waits for a copy to host memory only, which is kept for the next save. The last save of
-    a run, and the one after a stop signal, are waited for."""
+    """Write while the training goes on: its next update waits for a copy to host memory, which is kept for the save after. The last
+    save of a run, and the one after a stop signal, are waited for."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """How long ranks wait for each other while they save; the training's own time-out is run.timeout_seconds."""
 
@@ -96,7 +99,7 @@ class RunSection(Section):
     profile_steps: tuple[Positive, ...] = ()
     """Steps that are profiled, by their numbers in the log: all ranks on one clock, one trace for Perfetto or chrome://tracing in
     `profile/` of the run folder. A profiled step is slower."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceKind = "auto"
     """`auto` takes CUDA where it is."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """How long a collective may wait before the run is declared broken."""

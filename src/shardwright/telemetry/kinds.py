@@ -225,9 +225,10 @@ class Checkpoint(Event):
     path: str
     size_bytes: int
     seconds: float
-    """From the copy to host memory to the moment when it was whole on disk."""
+    """From the moment when the save was due to the one when it was whole on disk."""
     stall_seconds: float | None = None
-    """That training stood still for it; less than `seconds` where it was written in the background."""
+    """That training stood still for it, before the update that followed, too; less than `seconds` where it was written in the
+    background."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,9 @@ class Saver:
     def __post_init__(self) -> None:
         disk = None if self.fence is None else FencedDisk(disk_of(self.folder.checkpoints), self.fence)
         self._background = BackgroundSaver(timeout_seconds=self.checked.recipe.checkpoint.timeout_seconds, disk=disk)
-        self._stall_seconds = 0.0
+        self._begin_seconds = self._stall_seconds = 0.0
+        # Nothing but the update changes what is saved: whoever makes one waits for the copy of a save that is under way.
+        self.state.optimizer.register_step_pre_hook(lambda *_: self._await_copy())
 
     def tensors(self) -> dict[str, Part]:
         """Every tensor of the state by name, as this rank holds it: weights `model.*`, moments `optimizer.*`.
@@ -183,9 +185,15 @@ class Saver:
                 raise
             self._warn(str(error))
             return
-        self._stall_seconds = time.perf_counter() - began
+        self._begin_seconds = self._stall_seconds = time.perf_counter() - began
         if saved is not None:
             self._tell(saved, self._stall_seconds)
+
+    def _await_copy(self) -> None:
+        """Wait until the save that was begun has its copy of the state."""
+        began = time.perf_counter()
+        self._background.await_copy()
+        self._stall_seconds += time.perf_counter() - began
 
     def poll(self) -> None:
         """Tell of a save that has ended meanwhile; called once a step."""
@@ -210,7 +218,7 @@ class Saver:
             self._warn(str(error))
         else:
             if saved is not None:
-                self._tell(saved, self._stall_seconds + saved.seconds)
+                self._tell(saved, self._begin_seconds + saved.seconds)
 
     def _tell(self, saved: SavedCheckpoint, seconds: float) -> None:
         self.speaker.write(

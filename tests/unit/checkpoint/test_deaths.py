@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.timeout(1800)
 def test_a_save_may_die_before_any_operation() -> None:
     repository = Path(__file__).parents[3]
     done = subprocess.run(
@@ -16,7 +19,7 @@ def test_a_save_may_die_before_any_operation() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     sweeps = json.loads(done.stdout)

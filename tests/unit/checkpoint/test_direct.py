@@ -1,0 +1,86 @@
+"""Large files past the page cache: the same bytes and hashes, on file systems that can and on those that cannot."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.checkpoint import direct
+from shardwright.checkpoint.direct import DirectFile, new_file
+from shardwright.checkpoint.disk import LOCAL_DISK, HashedFile
+from shardwright.checkpoint.load import open_checkpoint, read_tensor
+from shardwright.checkpoint.save import save_checkpoint
+
+BLOCK = 4096
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one page, and every file is large."""
+    monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(direct, "LARGE_BYTES", 1)
+
+
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 77])
+@pytest.mark.parametrize("piece", [1000, BLOCK, 3 * BLOCK])
+def test_bytes_and_hash_are_those_that_were_given(tmp_path: Path, size: int, piece: int) -> None:
+    data, given = os.urandom(size), bytearray(piece)
+    with DirectFile(tmp_path / "file", LOCAL_DISK) as file:
+        for start in range(0, size, piece):
+            part = data[start : start + piece]
+            given[: len(part)] = part
+            file.write(memoryview(given)[: len(part)])
+            given[:] = bytes(piece)  # the caller's memory may change at once
+        sha256 = file.finish()
+    assert (tmp_path / "file").read_bytes() == data
+    assert (file.size_bytes, sha256) == (size, hashlib.sha256(data).hexdigest())
+
+
+def test_a_device_that_wants_other_sizes_gets_the_rest_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, direct_writes = os.write, []
+
+    def strict(descriptor: int, data: Any) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            direct_writes.append(len(data))
+            if len(direct_writes) == 2:
+                raise OSError(errno.EINVAL, "not aligned")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", strict)
+    data = os.urandom(4 * BLOCK + 5)
+    with DirectFile(tmp_path / "file", LOCAL_DISK) as file:
+        file.write(memoryview(data))
+        file.finish()
+    assert (tmp_path / "file").read_bytes() == data
+    assert len(direct_writes) in (0, 2)  # none where the file system cannot do it at all
+
+
+def test_other_errors_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with DirectFile(tmp_path / "file", LOCAL_DISK) as file:
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            file.write(memoryview(bytes(BLOCK)))
+
+
+def test_a_checkpoint_of_large_files_reads_back(tmp_path: Path) -> None:
+    tensors = {"wide": torch.randn(77, 123), "odd": torch.randn(3001).to(torch.bfloat16), "none": torch.zeros(0, 4)}
+    saved = save_checkpoint(tmp_path, 1, tensors, {})
+    found = open_checkpoint(saved.path)
+    assert all(torch.equal(read_tensor(found, name), tensor) for name, tensor in tensors.items())
+
+
+def test_small_files_go_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "LARGE_BYTES", 1000)
+    for size, kind in ((999, HashedFile), (1000, DirectFile)):
+        with new_file(tmp_path / str(size), LOCAL_DISK, size) as file:
+            assert type(file) is kind
