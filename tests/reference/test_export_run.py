@@ -59,6 +59,21 @@ def test_the_check_sees_one_weight(run: Path, tmp_path: Path) -> None:
         check_with_transformers(tmp_path / "good", expected_logits(source, torch.float32))
 
 
+def test_without_transformers_every_tensor_is_read_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardwright(["export", str(run), "--out", str(tmp_path / "out"), "--no-check"]) == ExitCode.DONE
+    assert "every tensor read back" in capsys.readouterr().err
+    source, calls = open_source(run), dict[str, int]()
+
+    def changing(name: str) -> torch.Tensor:
+        """Another tensor the second time: what was written is no longer what the source says."""
+        calls[name] = calls.get(name, 0) + 1
+        return source.read(name) + (calls[name] > 1 and name == "model.layers.1.mlp.up_proj.weight")
+
+    with pytest.raises(CheckFailed, match=r"model\.layers\.1\.mlp\.up_proj\.weight reads back as something else"):
+        export_source(replace(source, read=changing), tmp_path / "changed", dtype=torch.float32, check=False)
+    assert not (tmp_path / "changed").exists()
+
+
 def test_a_failed_check_leaves_no_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.train.export.TOLERANCE", -1.0)
     assert shardwright(["export", str(run), "--out", str(tmp_path / "out")]) == ExitCode.CHECK_FAILED

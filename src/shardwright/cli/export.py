@@ -32,7 +32,10 @@ def export_command(
     ] = 5.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds something already.")] = False,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Load the folder with transformers and compare logits before it is done.")
+        bool,
+        typer.Option(
+            "--check/--no-check", help="Load the folder with transformers and compare logits, or only read its tensors back."
+        ),
     ] = True,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run that trained adapters: put them into the base's weights.")
@@ -64,7 +67,7 @@ def export_command(
     sys.stderr.write(
         f"{model.name} -> {out}: {format_count(written.num_parameters)} parameters in {word}, "
         f"{format_bytes(written.weights_bytes)} in {num_files} file{'s' if num_files > 1 else ''}; "
-        f"{'loaded back with transformers, logits agree' if check else 'not loaded back'}\n"
+        f"{'loaded back with transformers, logits agree' if check else 'every tensor read back, equal to what was written'}\n"
     )
     if json_output:
         _tell(model, out, word, written, weight_files=written.weight_files, checked=check)

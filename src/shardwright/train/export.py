@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.architecture import ForeignShape
 from shardwright.errors import CheckFailed
 from shardwright.model.export import MAX_SHARD_BYTES, ExportedFolder, write_folder
+from shardwright.model.load import WeightsFolder
 from shardwright.model.theirs import load_folder
 from shardwright.train.source import ModelSource, load_decoder
 
@@ -33,13 +34,14 @@ def export_source(
     overwrite: bool = False,
     check: bool = True,
 ) -> ExportedFolder:
-    """Write the folder; with `check`, transformers must load it and agree with our own decoder first, or nothing is left.
+    """Write the folder and load it back; nothing is left of it where it is not what it should be.
 
-    Writing holds one tensor in memory at a time; checking holds the model once, in float32.
+    With `check`, transformers must load it and agree with our own decoder, which holds the model once, in float32. Without, every
+    tensor is read back and compared with what was to be written: like the writing, that holds one in memory at a time.
 
     Raises:
-        InputError: `out` is taken, or a tensor does not fit the dtype. CheckFailed: transformers computes something else.
-        RunFailed: the folder cannot be written.
+        InputError: `out` is taken, or a tensor does not fit the dtype. CheckFailed: the folder holds, or transformers computes,
+            something else. RunFailed: the folder cannot be written.
     """
 
     def agree(folder: Path) -> None:
@@ -55,8 +57,22 @@ def export_source(
         generation_config=source.generation_config,
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
-        check=agree if check else None,
+        check=agree if check else lambda folder: check_tensors(folder, source, dtype),
     )
+
+
+def check_tensors(folder: Path, source: ModelSource, dtype: torch.dtype) -> None:
+    """Read a folder's parameters back, one at a time, and compare each with the source's, rounded to what is stored.
+
+    Raises:
+        CheckFailed: names the first that differs. WeightsError: they cannot be read, or are not those of the model.
+    """
+    weights = WeightsFolder(folder)
+    weights.check(source.shape)
+    for spec in source.shape.parameters():
+        wanted = source.read(spec.name).to(device="cpu", dtype=dtype if spec.trained else torch.float32)
+        if not torch.equal(weights.read(spec.name), wanted):
+            raise CheckFailed(f"{spec.name} reads back as something else than was written")
 
 
 def probe_ids(vocab_size: int, max_positions: int) -> Tensor:
