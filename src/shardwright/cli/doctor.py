@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -14,9 +14,10 @@ from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.config import load_recipe
 from shardwright.config.layout import LayoutSection
 from shardwright.config.load import parse_layout
+from shardwright.config.upkeep import DeviceKind
 from shardwright.errors import CheckFailed, ExitCode, InputError
 from shardwright.layout import Layout, resolve_layout
-from shardwright.train.ranks import find_ranks
+from shardwright.train.ranks import RankEnvironment, find_ranks
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
@@ -25,46 +26,54 @@ if TYPE_CHECKING:
     from shardwright.probe.finding import Finding
 
 
+NumRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc", min=1, help="Ranks to start on this machine; default one per GPU, or two on a CPU.", show_default=False
+    ),
+]
+RecipeOption = Annotated[
+    Path | None, typer.Option("--recipe", help="Examine its layout's groups and its folders.", show_default=False)
+]
+LayoutText = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="DEGREES",
+        help="Whose groups exchange, e.g. tp=2,dp_shard=4; default all ranks.",
+        show_default=False,
+    ),
+]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option("--calibrate", metavar="OUT", help="Write a measured profile for `plan --profile OUT`.", show_default=False),
+]
+Checklist = Annotated[
+    Path | None,
+    typer.Option("--checklist", metavar="RECIPE", help="Check a recipe instead: all that a long run needs.", show_default=False),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+TimeOut = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that a peer or a measurement may take.")]
+
+
 def doctor_command(
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc", min=1, help="Ranks to start on this machine; default one per GPU, or two on a CPU.", show_default=False
-        ),
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="Examine its layout's groups and its folders.", show_default=False)
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            "--layout",
-            metavar="DEGREES",
-            help="Whose groups exchange, e.g. tp=2,dp_shard=4; default all ranks.",
-            show_default=False,
-        ),
-    ] = None,
+    nproc: NumRanks = None,
+    recipe: RecipeOption = None,
+    layout: LayoutText = None,
     overrides: Overrides = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option("--calibrate", metavar="OUT", help="Write a measured profile for `plan --profile OUT`.", show_default=False),
-    ] = None,
-    checklist: Annotated[
-        Path | None,
-        typer.Option(
-            "--checklist", metavar="RECIPE", help="Check a recipe instead: all that a long run needs.", show_default=False
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that a peer or a measurement may take.")] = 60.0,
+    calibrate: Calibrate = None,
+    checklist: Checklist = None,
+    device: Device = "auto",
+    timeout: TimeOut = 60.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Examine software, devices, hosts, links and peers, each line pass, warn or fail; exit code 1 on fail.
 
     Starts ranks here, or is one of torchrun's or srun's, on as many nodes as they have.
     """
-    if device not in ("auto", "cpu", "cuda"):
+    if device not in get_args(DeviceKind):
         raise InputError("not a kind of device", field="--device", got=device, allowed="auto, cpu or cuda")
+    kind = cast(DeviceKind, device)
     if checklist is not None:
         if recipe is not None or calibrate is not None:
             other = "--recipe" if recipe is not None else "--calibrate"
@@ -76,25 +85,30 @@ def doctor_command(
     checked = None if recipe is None else load_recipe(recipe, overrides or [], layout)
     section = _section(checked, layout)
     ranks = find_ranks()
-    if ranks is not None and nproc not in (None, ranks.world_size):
-        raise InputError(
-            f"a launcher has started {ranks.world_size} ranks already", field="--nproc", got=nproc, remedy="Leave --nproc out"
-        )
-    world_size = ranks.world_size if ranks else nproc or _usual_ranks(section, device)
-    degrees = _resolve(section, world_size)
+    degrees = _resolve(section, _world_size(nproc, ranks, section, device))
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.probe.calibrate import order_of
     from shardwright.probe.doctor import examine
 
-    kind = cast(Literal["auto", "cpu", "cuda"], device)
     order = order_of(checked, degrees, device=kind, timeout_seconds=timeout, calibrates=calibrate is not None)
-    diagnosis = examine(order, world_size)
+    diagnosis = examine(order, degrees.world_size)
     if diagnosis is None:  # rank 0 tells
         return
     if ranks is not None and ranks.rank != 0:
         # This rank could not reach rank 0, so nobody else can say so.
         raise CheckFailed("; ".join(f"{f.value}. {f.remedy}" for f in diagnosis.findings if f.verdict == "fail"))
     _tell(diagnosis, order, calibrate, json_output=json_output)
+
+
+def _world_size(nproc: int | None, ranks: RankEnvironment | None, section: LayoutSection | None, device: str) -> int:
+    """A launcher's ranks, else as many as were asked for, else as many as this machine takes."""
+    if ranks is None:
+        return nproc or _usual_ranks(section, device)
+    if nproc not in (None, ranks.world_size):
+        raise InputError(
+            f"a launcher has started {ranks.world_size} ranks already", field="--nproc", got=nproc, remedy="Leave --nproc out"
+        )
+    return ranks.world_size
 
 
 def _section(recipe: Recipe | None, layout: str | None) -> LayoutSection | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,86 +14,83 @@ import typer
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
+from shardwright.interop.job import Job, Links, parse_environment, placeholders
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
-    from shardwright.interop.job import Job
 
 SCHEMA_VERSION = 1
 
 Text = str | None
-_NONE_SHOWN: dict[str, Any] = {"show_default": False}
+
+
+def _option(name: str, about: str, metavar: str | None = None, **limits: Any) -> Any:
+    """An option without a default that is worth showing."""
+    return typer.Option(name, metavar=metavar, help=about, show_default=False, **limits)
+
+
+Slurm = Annotated[bool, typer.Option("--slurm", help="An sbatch script.")]
+Kubernetes = Annotated[bool, typer.Option("--kubernetes", help="A PyTorchJob of Kubeflow's training operator.")]
+Torchrun = Annotated[bool, typer.Option("--torchrun", help="A torchrun command for each node.")]
+Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines; default 1, or as many as --hosts.")]
+GpusPerNode = Annotated[int | None, _option("--gpus-per-node", "Ranks on each; default as the recipe's `cluster` says.", min=1)]
+LayoutText = Annotated[Text, _option("--layout", "Replace the recipe's layout.", "DEGREES")]
+RunDir = Annotated[Text, _option("--run-dir", "Run folder, on storage that all nodes share; default runs/<name>.")]
+Interface = Annotated[Text, _option("--interface", "Network interface that joins the nodes, e.g. eth0.", "NAME")]
+IbHca = Annotated[Text, _option("--ib-hca", "InfiniBand adapters that NCCL may use, e.g. mlx5.", "NAMES")]
+NoInfiniband = Annotated[bool, typer.Option("--no-infiniband", help="Keep NCCL off InfiniBand.")]
+Env = Annotated[list[str] | None, _option("--env", "Export it on every node. Repeatable.", "NAME=VALUE")]
+Port = Annotated[int | None, _option("--port", "On the first node, where ranks meet.", min=1024, max=65535)]
+Cores = Annotated[int | None, _option("--cores-per-rank", "CPU cores for each rank, and threads.", min=1)]
+SaveSeconds = Annotated[int, typer.Option("--save-seconds", min=30, help="How long before the time limit ranks are told to save.")]
+Partition = Annotated[Text, _option("--partition", "Slurm.")]
+Account = Annotated[Text, _option("--account", "Slurm.")]
+TimeLimit = Annotated[Text, _option("--time", "Slurm: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT")]
+Sbatch = Annotated[list[str] | None, _option("--sbatch", "Slurm: a further option. Repeatable.", "--OPTION=VALUE")]
+Image = Annotated[Text, _option("--image", "Container image (Kubernetes, or Slurm with Pyxis).")]
+Namespace = Annotated[Text, _option("--namespace", "Kubernetes.")]
+Volume = Annotated[list[str] | None, _option("--volume", "Kubernetes: shared storage to mount. Repeatable.", "CLAIM:/PATH")]
+WorkingDir = Annotated[Text, _option("--working-dir", "Kubernetes: where ranks start.")]
+Hosts = Annotated[Text, _option("--hosts", "torchrun: an address of each node, the first first.", "A,B,...")]
+Out = Annotated[Path | None, _option("--out", "Write it there.", "FILE")]
+Submit = Annotated[bool, typer.Option("--submit", help="Hand it to sbatch or kubectl.")]
 
 
 def launch_command(
     recipe: RecipePath,
-    slurm: Annotated[bool, typer.Option("--slurm", help="An sbatch script.")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="A PyTorchJob of Kubeflow's training operator.")] = False,
-    torchrun: Annotated[bool, typer.Option("--torchrun", help="A torchrun command for each node.")] = False,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Machines; default 1, or as many as --hosts.")] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option("--gpus-per-node", min=1, help="Ranks on each; default as the recipe's `cluster` says.", **_NONE_SHOWN),
-    ] = None,
+    slurm: Slurm = False,
+    kubernetes: Kubernetes = False,
+    torchrun: Torchrun = False,
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = None,
     overrides: Overrides = None,
-    layout: Annotated[Text, typer.Option("--layout", metavar="DEGREES", help="Replace the recipe's layout.", **_NONE_SHOWN)] = None,
-    run_dir: Annotated[
-        Text, typer.Option("--run-dir", help="Run folder, on storage that all nodes share; default runs/<name>.", **_NONE_SHOWN)
-    ] = None,
-    interface: Annotated[
-        Text, typer.Option("--interface", metavar="NAME", help="Network interface that joins the nodes, e.g. eth0.", **_NONE_SHOWN)
-    ] = None,
-    ib_hca: Annotated[
-        Text, typer.Option("--ib-hca", metavar="NAMES", help="InfiniBand adapters that NCCL may use, e.g. mlx5.", **_NONE_SHOWN)
-    ] = None,
-    no_infiniband: Annotated[bool, typer.Option("--no-infiniband", help="Keep NCCL off InfiniBand.")] = False,
-    env: Annotated[
-        list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Export it on every node. Repeatable.", **_NONE_SHOWN)
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", min=1024, max=65535, help="On the first node, where ranks meet.", **_NONE_SHOWN)
-    ] = None,
-    cores: Annotated[
-        int | None, typer.Option("--cores-per-rank", min=1, help="CPU cores for each rank, and threads.", **_NONE_SHOWN)
-    ] = None,
-    save_seconds: Annotated[
-        int, typer.Option("--save-seconds", min=30, help="How long before the time limit ranks are told to save.")
-    ] = 300,
-    partition: Annotated[Text, typer.Option("--partition", help="Slurm.", **_NONE_SHOWN)] = None,
-    account: Annotated[Text, typer.Option("--account", help="Slurm.", **_NONE_SHOWN)] = None,
-    time: Annotated[
-        Text, typer.Option("--time", metavar="LIMIT", help="Slurm: minutes, HH:MM:SS or D-HH:MM:SS.", **_NONE_SHOWN)
-    ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="--OPTION=VALUE", help="Slurm: a further option. Repeatable.", **_NONE_SHOWN),
-    ] = None,
-    image: Annotated[
-        Text, typer.Option("--image", help="Container image (Kubernetes, or Slurm with Pyxis).", **_NONE_SHOWN)
-    ] = None,
-    namespace: Annotated[Text, typer.Option("--namespace", help="Kubernetes.", **_NONE_SHOWN)] = None,
-    volume: Annotated[
-        list[str] | None,
-        typer.Option("--volume", metavar="CLAIM:/PATH", help="Kubernetes: shared storage to mount. Repeatable.", **_NONE_SHOWN),
-    ] = None,
-    working_dir: Annotated[Text, typer.Option("--working-dir", help="Kubernetes: where ranks start.", **_NONE_SHOWN)] = None,
-    hosts: Annotated[
-        Text, typer.Option("--hosts", metavar="A,B,...", help="torchrun: an address of each node, the first first.", **_NONE_SHOWN)
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it there.", **_NONE_SHOWN)] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch or kubectl.")] = False,
+    layout: LayoutText = None,
+    run_dir: RunDir = None,
+    interface: Interface = None,
+    ib_hca: IbHca = None,
+    no_infiniband: NoInfiniband = False,
+    env: Env = None,
+    port: Port = None,
+    cores: Cores = None,
+    save_seconds: SaveSeconds = 300,
+    partition: Partition = None,
+    account: Account = None,
+    time: TimeLimit = None,
+    sbatch: Sbatch = None,
+    image: Image = None,
+    namespace: Namespace = None,
+    volume: Volume = None,
+    working_dir: WorkingDir = None,
+    hosts: Hosts = None,
+    out: Out = None,
+    submit: Submit = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Print what starts a recipe on a cluster: ranks meet, save before the time limit, and go on where they were."""
     kind = _only_one(slurm=slurm, kubernetes=kubernetes, torchrun=torchrun)
-    _check_belongs(
-        kind,
-        slurm={"--partition": partition, "--account": account, "--time": time, "--sbatch": sbatch},
-        kubernetes={"--namespace": namespace, "--volume": volume, "--working-dir": working_dir},
-        torchrun={"--hosts": hosts},
-    )
-    from shardwright.interop.job import Job, Links, parse_environment, placeholders
-
+    of_slurm = {"--partition": partition, "--account": account, "--time": time, "--sbatch": sbatch}
+    of_kubernetes = {"--namespace": namespace, "--volume": volume, "--working-dir": working_dir}
+    _check_belongs(kind, slurm=of_slurm, kubernetes=of_kubernetes, torchrun={"--hosts": hosts})
     given = parse_environment(env or [])
     os.environ.update(given)  # what the recipe's ${NAME} stand for there
     checked = load_recipe(recipe, _changes(overrides, run_dir), layout)
@@ -112,18 +110,26 @@ def launch_command(
         port=port,
     )
     if kind == "slurm":
-        from shardwright.interop.slurm import SlurmOptions, sbatch_script
-
-        text = sbatch_script(job, SlurmOptions(partition, account, time, image, tuple(sbatch or ())))
+        text = _script(job, partition, account, time, image, sbatch)
     elif kind == "kubernetes":
         text = _manifest(job, image, namespace, volume, working_dir)
     else:
         text = _commands(job, addresses)
-    notes = job.cautions()
+    _tell(kind, text, job, [*job.cautions(), *_unsaid(recipe, given, kind)], out=out, submitted=submit, json_output=json_output)
+
+
+def _unsaid(recipe: Path, given: dict[str, str], kind: str) -> list[str]:
+    """What the recipe reads from the environment and nodes would not have; sbatch takes this shell's along."""
     missing = sorted(placeholders(recipe.read_text(encoding="utf-8")) - set(given))
-    if missing and kind != "slurm":  # sbatch takes this shell's environment along
-        notes.append(f"the recipe reads {', '.join(missing)} from the environment: give --env for the nodes")
-    _tell(kind, text, job, notes, out=out, submitted=submit, json_output=json_output)
+    if not missing or kind == "slurm":
+        return []
+    return [f"the recipe reads {', '.join(missing)} from the environment: give --env for the nodes"]
+
+
+def _script(job: Job, partition: Text, account: Text, time: Text, image: Text, sbatch: list[str] | None) -> str:
+    from shardwright.interop.slurm import SlurmOptions, sbatch_script
+
+    return sbatch_script(job, SlurmOptions(partition, account, time, image, tuple(sbatch or ())))
 
 
 def _manifest(job: Job, image: Text, namespace: Text, volume: list[str] | None, working_dir: Text) -> str:
@@ -180,7 +186,7 @@ def _only_one(**kinds: bool) -> str:
     return chosen[0]
 
 
-def _check_belongs(kind: str, **options: dict[str, object]) -> None:
+def _check_belongs(kind: str, **options: Mapping[str, object]) -> None:
     """Refuse an option of one launcher that was given to another: it would do nothing."""
     for owner, given in options.items():
         for option, value in given.items():

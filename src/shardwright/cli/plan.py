@@ -26,48 +26,58 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
+ClusterText = Annotated[
+    str,
+    typer.Option("--cluster", metavar="GPUS", help="Devices of a node, e.g. 8xH100-80GB; `shardwright plan` knows the usual ones."),
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="How many such nodes.")]
+LinkName = Annotated[
+    str | None, typer.Option("--link", help="Between nodes: ib400, eth100, ... Default: what is usual.", show_default=False)
+]
+ProfilePath = Annotated[
+    Path | None, typer.Option("--profile", help="Rates measured on the machine (doctor --calibrate).", show_default=False)
+]
+Top = Annotated[int, typer.Option("--top", min=1, max=100, help="Layouts to show.")]
+GpuCounts = Annotated[
+    str | None, typer.Option("--gpus", metavar="N,N,...", help="How throughput grows with the number of GPUs.", show_default=False)
+]
+PrecisionName = Annotated[
+    str | None, typer.Option("--precision", help="Instead of the recipe's; fp8 and nvfp4 are predicted only.", show_default=False)
+]
+LoraRank = Annotated[
+    int | None, typer.Option("--lora", min=1, metavar="RANK", help="Train low-rank adapters only.", show_default=False)
+]
+Quantised = Annotated[bool, typer.Option("--quantised", help="With --lora: hold the frozen weights in NF4 (QLoRA).")]
+Emit = Annotated[
+    str | None,
+    typer.Option(
+        "--emit",
+        metavar="SYSTEM",
+        help="Write the chosen layout for deepspeed, accelerate, torchtitan or megatron, in place of the table.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="With --emit: write it there, below the table.", show_default=False)
+]
+Explain = Annotated[bool, typer.Option("--explain", help="Say why, with the numbers behind it.")]
+
+
 def plan_command(
     recipe: RecipePath,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster", metavar="GPUS", help="Devices of a node, e.g. 8xH100-80GB; `shardwright plan` knows the usual ones."
-        ),
-    ],
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many such nodes.")] = 1,
-    link: Annotated[
-        str | None, typer.Option("--link", help="Between nodes: ib400, eth100, ... Default: what is usual.", show_default=False)
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Rates measured on the machine (doctor --calibrate).", show_default=False)
-    ] = None,
+    cluster: ClusterText,
+    nodes: Nodes = 1,
+    link: LinkName = None,
+    profile: ProfilePath = None,
     overrides: Overrides = None,
-    top: Annotated[int, typer.Option("--top", min=1, max=100, help="Layouts to show.")] = 10,
-    gpus: Annotated[
-        str | None,
-        typer.Option("--gpus", metavar="N,N,...", help="How throughput grows with the number of GPUs.", show_default=False),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option("--precision", help="Instead of the recipe's; fp8 and nvfp4 are predicted only.", show_default=False),
-    ] = None,
-    lora: Annotated[
-        int | None, typer.Option("--lora", min=1, metavar="RANK", help="Train low-rank adapters only.", show_default=False)
-    ] = None,
-    quantised: Annotated[bool, typer.Option("--quantised", help="With --lora: hold the frozen weights in NF4 (QLoRA).")] = False,
-    emit: Annotated[
-        str | None,
-        typer.Option(
-            "--emit",
-            metavar="SYSTEM",
-            help="Write the chosen layout for deepspeed, accelerate, torchtitan or megatron, in place of the table.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="With --emit: write it there, below the table.", show_default=False)
-    ] = None,
-    why: Annotated[bool, typer.Option("--explain", help="Say why, with the numbers behind it.")] = False,
+    top: Top = 10,
+    gpus: GpuCounts = None,
+    precision: PrecisionName = None,
+    lora: LoraRank = None,
+    quantised: Quantised = False,
+    emit: Emit = None,
+    out: Out = None,
+    why: Explain = False,
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -81,35 +91,23 @@ def plan_command(
     from shardwright.planner.answer import answer
 
     where = parse_cluster(cluster, nodes=nodes, link=link, profile=None if profile is None else load_profile(profile))
-    adapter = _adapter(lora, quantised)
-    found = answer(
-        checked,
-        where,
-        top=top,
-        precision=_precision(precision),
-        adapter=adapter,
-        gpu_counts=_counts(gpus),
-        explained=why,
-    )
-    found_in = time.perf_counter() - started
+    adapter, counts = _adapter(lora, quantised), _counts(gpus)
+    found = answer(checked, where, top=top, precision=_precision(precision), adapter=adapter, gpu_counts=counts, explained=why)
+    seconds = time.perf_counter() - started
     if html is not None:
         from shardwright.report.plans import render_plan
 
         write_page(html, render_plan(checked.name, where, found))
     written = None if emit is None or found.chosen is None else _emitted(emit, checked, found.chosen, where.num_nodes, out)
     if json_output:
-        sys.stdout.write(
-            json.dumps(
-                {"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"emitted": written, "seconds": found_in}
-            )
-            + "\n"
-        )
+        told = {"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"emitted": written, "seconds": seconds}
+        sys.stdout.write(json.dumps(told) + "\n")
     elif written is not None and out is None:
         sys.stdout.write(written["text"])
     else:
         from shardwright.cli.plan_table import show
 
-        show(found, checked, where, top=top, seconds=found_in)
+        show(found, checked, where, top=top, seconds=seconds)
     if found.chosen is None:
         raise LayoutError(
             f"nothing fits on {where.name}",

@@ -19,42 +19,51 @@ from shardwright.errors import CheckFailed, ExitCode, InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shardwright.verify.cases import Dtype
     from shardwright.verify.matrix import CellResult, Report
 
 
+RecipeOrNone = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False)]
+Layouts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--layout",
+        metavar="DEGREES",
+        help="A layout, e.g. zero_stage=3; repeatable. Default: every layout of data ranks.",
+        show_default=False,
+    ),
+]
+MostProcesses = Annotated[int, typer.Option("--nproc", min=2, max=64, help="Most ranks to start, all on this machine's CPU.")]
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", metavar="DTYPE", help="float32 or float64; repeatable. Default: both.", show_default=False),
+]
+NumLayers = Annotated[int | None, typer.Option("--num-layers", min=1, help="Cut the model to its first layers.")]
+HiddenSize = Annotated[int | None, typer.Option("--hidden-size", min=1, help="Cut the model's width; heads and feed-forward too.")]
+SequenceLength = Annotated[
+    int | None, typer.Option("--sequence-length", min=4, help="Tokens per row; default the recipe's, at most 32.")
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="The whole product of accumulation, recompute, tying and dropout, not three cases of it.")
+]
+Everything = Annotated[
+    bool, typer.Option("--all", help="Small models of three makes under every cut and the products of them, in float32.")
+]
+MostRanks = Annotated[int, typer.Option("--max-ranks", min=2, help="With --all: most ranks of a layout.")]
+
+
 def verify_command(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False)
-    ] = None,
-    layouts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--layout",
-            metavar="DEGREES",
-            help="A layout, e.g. zero_stage=3; repeatable. Default: every layout of data ranks.",
-            show_default=False,
-        ),
-    ] = None,
+    recipe: RecipeOrNone = None,
+    layouts: Layouts = None,
     overrides: Overrides = None,
-    nproc: Annotated[int, typer.Option("--nproc", min=2, max=64, help="Most ranks to start, all on this machine's CPU.")] = 4,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option("--dtype", metavar="DTYPE", help="float32 or float64; repeatable. Default: both.", show_default=False),
-    ] = None,
-    num_layers: Annotated[int | None, typer.Option("--num-layers", min=1, help="Cut the model to its first layers.")] = None,
-    hidden_size: Annotated[
-        int | None, typer.Option("--hidden-size", min=1, help="Cut the model's width; heads and feed-forward too.")
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", min=4, help="Tokens per row; default the recipe's, at most 32.")
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="The whole product of accumulation, recompute, tying and dropout, not three cases of it.")
-    ] = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Small models of three makes under every cut and the products of them, in float32.")
-    ] = False,
-    most_ranks: Annotated[int, typer.Option("--max-ranks", min=2, help="With --all: most ranks of a layout.")] = 16,
+    nproc: MostProcesses = 4,
+    dtype: Dtypes = None,
+    num_layers: NumLayers = None,
+    hidden_size: HiddenSize = None,
+    sequence_length: SequenceLength = None,
+    full: Full = False,
+    everything: Everything = False,
+    most_ranks: MostRanks = 16,
     json_output: JsonOutput = False,
 ) -> None:
     """Compare loss, raw gradients, norm and updated weights of layouts with one process; exit code 1 if any differs."""
@@ -67,13 +76,11 @@ def verify_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from rich.console import Console
 
-    from shardwright.verify.cases import DTYPES, choose_cases, choose_foreign_cases, choose_layouts, cut_shape
+    from shardwright.verify.cases import choose_cases, choose_foreign_cases, choose_layouts, cut_shape
     from shardwright.verify.matrix import verify
     from shardwright.verify.pool import RankPool
 
-    unknown = [name for name in dtype or () if name not in DTYPES]
-    if unknown:
-        raise InputError("not a dtype to verify in", field="--dtype", got=unknown[0], allowed=" or ".join(DTYPES))
+    dtypes = _choose_dtypes(dtype)
     chosen = choose_layouts(layouts or [], nproc, checked.layout)
     shape = cut_shape(_read(checked), num_layers=num_layers, hidden_size=hidden_size)
     cases = (choose_foreign_cases if isinstance(shape, ForeignShape) else choose_cases)(shape.tied_embeddings, full=full)
@@ -86,7 +93,7 @@ def verify_command(
             shape,
             chosen,
             cases,
-            [name for name in DTYPES if not dtype or name in dtype],
+            dtypes,
             sequence_length=sequence_length or min(32, checked.training.sequence_length),
             pool=pool,
             told=lambda cell: status.update(f"verified {cell.layout} in {cell.dtype}: {cell.case}"),
@@ -95,10 +102,20 @@ def verify_command(
     if json_output:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     if not report.passed:
-        failed = [cell for cell in report.cells if not cell.passed]
         if json_output:  # the report is the one object on standard output
             raise typer.Exit(ExitCode.CHECK_FAILED)
-        raise CheckFailed(f"{len(failed)} of {len(report.cells)} cells differ from one process")
+        failed = sum(not cell.passed for cell in report.cells)
+        raise CheckFailed(f"{failed} of {len(report.cells)} cells differ from one process")
+
+
+def _choose_dtypes(asked: list[str] | None) -> list[Dtype]:
+    """Those that were asked for, in the usual order; all where none was."""
+    from shardwright.verify.cases import DTYPES
+
+    unknown = [name for name in asked or () if name not in DTYPES]
+    if unknown:
+        raise InputError("not a dtype to verify in", field="--dtype", got=unknown[0], allowed=" or ".join(DTYPES))
+    return [name for name in DTYPES if not asked or name in asked]
 
 
 def _read(recipe: Recipe) -> ModelShape:

@@ -2,10 +2,11 @@
 
 from shardwright.hardware.cluster import Accelerator, Cluster, Link, Node
 from shardwright.hardware.load import accelerators, find_accelerator, find_link, find_node, links, parse_cluster
-from shardwright.hardware.profile import CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
+from shardwright.hardware.profile import AttentionRate, CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
 
 __all__ = [
     "Accelerator",
+    "AttentionRate",
     "Cluster",
     "CollectiveRate",
     "Link",

@@ -9,6 +9,8 @@ The file is JSON, one object:
     memory_bytes_per_second   bytes read plus written per second by a large copy on the device
     matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
     collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
+    attention        [{precision, row_tokens, head_dim, forward_flops_per_second, backward_flops_per_second}]    of the fused
+                     kernel over causal rows; may be left out
 
 `message_bytes` is the size of the whole result of an all_gather, of the whole input of a reduce_scatter, of the tensor of an
 all_reduce or broadcast, of one rank's input of an all_to_all, and of the message of a send.
@@ -72,6 +74,30 @@ def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
 
 
 @dataclass(frozen=True)
+class AttentionRate:
+    """FLOP/s achieved by fused causal attention over rows of `row_tokens`.
+
+    Counted as the planner does: 2 (width of queries + width of values) per token and key seen forward, where a token sees
+    (row_tokens + 1) / 2 keys on average; 2.5 times as many backward (FlashAttention-2, section 4.1).
+    """
+
+    precision: str
+    row_tokens: int
+    head_dim: int
+    forward_flops_per_second: float
+    backward_flops_per_second: float
+
+
+def attention_flops(tokens: int, row_tokens: int, widths: int) -> float:
+    """FLOPs of a forward pass over causal rows; `widths` of queries and values together, over all heads.
+
+    >>> attention_flops(tokens=8, row_tokens=4, widths=2)
+    80.0
+    """
+    return 2.0 * widths * tokens * (row_tokens + 1) / 2
+
+
+@dataclass(frozen=True)
 class MeasuredProfile:
     """What one machine achieved. Look-ups answer None where nothing was measured: the caller then falls back to the catalogue."""
 
@@ -83,6 +109,7 @@ class MeasuredProfile:
     matmuls: tuple[MatmulRate, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
     software: Mapping[str, str] | None = None
+    attention: tuple[AttentionRate, ...] = ()
 
     def matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
         """FLOP/s of the measured product nearest in shape, by the sum of the distances of log m, log n and log k."""
@@ -111,6 +138,23 @@ class MeasuredProfile:
                 share = (message_bytes - low) / (high - low)
                 return low_seconds + share * (high_seconds - low_seconds)
         return points[-1][1] * message_bytes / points[-1][0]
+
+    def attention_flops_per_second(self, precision: str, row_tokens: float, head_dim: int, *, backward: bool) -> float | None:
+        """FLOP/s of fused attention with the nearest width of heads, interpolated between measured rows by the log of their
+        length; beyond the shortest and the longest it is theirs."""
+        known = [rate for rate in self.attention if rate.precision == precision]
+        if not known:
+            return None
+        width = min((rate.head_dim for rate in known), key=lambda width: abs(math.log(width / head_dim)))
+        points = sorted(
+            (rate.row_tokens, rate.backward_flops_per_second if backward else rate.forward_flops_per_second)
+            for rate in known
+            if rate.head_dim == width
+        )
+        for (short, slow), (long, fast) in pairwise(points):
+            if short < row_tokens <= long:
+                return slow + math.log(row_tokens / short) / math.log(long / short) * (fast - slow)
+        return points[0][1] if row_tokens <= points[0][0] else points[-1][1]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON of the file."""
@@ -158,6 +202,7 @@ def load_profile(path: str | Path) -> MeasuredProfile:
         matmuls=tuple(_read_matmul(entry) for entry in _entries(content, "matmuls")),
         collectives=tuple(_read_collective(entry) for entry in _entries(content, "collectives")),
         software=dict(software) if isinstance(software, dict) else None,
+        attention=tuple(_read_attention(entry) for entry in _entries(content, "attention")),
     )
 
 
@@ -181,6 +226,12 @@ def _read_collective(entry: dict[str, Any]) -> CollectiveRate:
         int(_positive(entry, name, "collectives")) for name in ("num_ranks", "ranks_per_node", "message_bytes")
     )
     return CollectiveRate(cast(CollectiveKind, kind), num_ranks, per_node, size, _positive(entry, "seconds", "collectives"))
+
+
+def _read_attention(entry: dict[str, Any]) -> AttentionRate:
+    row_tokens, head_dim = (int(_positive(entry, name, "attention")) for name in ("row_tokens", "head_dim"))
+    forward, backward = (_positive(entry, f"{way}_flops_per_second", "attention") for way in ("forward", "backward"))
+    return AttentionRate(_text(entry, "precision", "attention"), row_tokens, head_dim, forward, backward)
 
 
 def _entries(content: dict[str, Any], name: str) -> list[dict[str, Any]]:

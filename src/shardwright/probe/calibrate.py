@@ -1,8 +1,8 @@
 """What the planner would like to know of this cluster, and the answers as the profile that it prefers to data sheets.
 
-The planner is asked to predict the recipe with a profile that knows nothing and writes down every look-up: those products and
-messages are what is then measured, beside a few usual ones. A product too long to try is measured with fewer rows, and a message
-larger than is usual with the largest usual one; look-ups take the nearest shape, and grow with the bytes.
+The planner is asked to predict the recipe with a profile that knows nothing and writes down every look-up: those products, rows of
+attention and messages are what is then measured, beside a few usual ones. What would take too long is tried with fewer rows, and a
+message larger than is usual with the largest usual one; look-ups take the nearest shape, and grow with the bytes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 import torch
 
 from shardwright import __version__
+from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
+from shardwright.config.upkeep import DeviceKind
 from shardwright.data.cache import cache_root
 from shardwright.errors import InputError
-from shardwright.hardware import CollectiveRate, MatmulRate, MeasuredProfile, parse_cluster
+from shardwright.hardware import AttentionRate, CollectiveRate, MatmulRate, MeasuredProfile, parse_cluster
 from shardwright.hardware.load import find_accelerator
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
@@ -30,6 +31,7 @@ from shardwright.planner.scaling import resized
 from shardwright.probe.bandwidth import KINDS, groups_of
 from shardwright.probe.doctor import Diagnosis
 from shardwright.probe.examination import Order
+from shardwright.probe.matmul import Rows
 from shardwright.probe.storage import Folder
 from shardwright.train.folder import RunFolder
 from shardwright.units import MIB_BYTES
@@ -42,6 +44,13 @@ _MOST_SIZES = 6
 _LADDER = {"cpu": (256, 512, 1024), "cuda": (512, 2048, 4096)}
 """Sides of products without a recipe; m, n and k each take these."""
 
+_ROWS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192, 32768)}
+"""Tokens of the rows that attention is tried with, beside a recipe's own."""
+_HEADS = {"cpu": (8, 8, 64), "cuda": (32, 8, 128)}
+"""Heads, key/value heads and their width without a recipe."""
+_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""Of a micro-batch without a recipe."""
+
 ProductShape = tuple[str, int, int, int]
 Message = tuple[CollectiveKind, int, int]
 
@@ -52,6 +61,8 @@ class _Curious(MeasuredProfile):
 
     products: dict[ProductShape, None] = field(default_factory=dict)
     messages: dict[Message, None] = field(default_factory=dict)
+    rows: dict[tuple[str, int], None] = field(default_factory=dict)
+    """Of attention: precision and tokens of a row."""
 
     def matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
         self.products[(precision, m, n, k)] = None
@@ -61,12 +72,25 @@ class _Curious(MeasuredProfile):
         self.messages[(kind, num_ranks, round(message_bytes))] = None
         return None
 
+    def attention_flops_per_second(self, precision: str, row_tokens: float, head_dim: int, *, backward: bool) -> float | None:
+        self.rows[(precision, round(row_tokens))] = None
+        return None
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """What is to be measured for the planner."""
+
+    products: list[ProductShape]
+    attention: list[Rows]
+    messages: list[Message] = field(default_factory=list)
+
 
 def order_of(
     recipe: Recipe | None,
     layout: Layout,
     *,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: DeviceKind = "auto",
     timeout_seconds: float = 60.0,
     calibrates: bool = False,
 ) -> Order:
@@ -81,8 +105,8 @@ def order_of(
     if not calibrates:
         return order
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    products, messages = _questions(recipe, layout, kind) if recipe is not None else (_usual_products(kind), ())
-    return replace(order, products=tuple(products), messages=tuple(messages))
+    asked = _usual_questions(kind) if recipe is None else _questions(recipe, layout, kind)
+    return replace(order, products=tuple(asked.products), messages=tuple(asked.messages), attention=tuple(asked.attention))
 
 
 def folders_of(recipe: Recipe | None) -> tuple[Folder, ...]:
@@ -110,15 +134,22 @@ def _usual_products(kind: str) -> list[ProductShape]:
     return [(precision, m, n, k) for precision in precisions for m in sides for n in sides for k in sides if not m == n == k]
 
 
-def _questions(recipe: Recipe, layout: Layout, kind: str) -> tuple[list[ProductShape], list[Message]]:
-    """Products and messages of the recipe on this layout, as the planner asks for them.
+def _usual_questions(kind: str) -> _Questions:
+    """Where no recipe says what, or the catalogue does not know the device."""
+    num_heads, num_kv_heads, head_dim = _HEADS[kind]
+    usual = [Rows("bf16", max(1, _TOKENS[kind] // length), length, num_heads, num_kv_heads, head_dim) for length in _ROWS[kind]]
+    return _Questions(_usual_products(kind), _shortened(usual, kind))
+
+
+def _questions(recipe: Recipe, layout: Layout, kind: str) -> _Questions:
+    """Products, attention and messages of the recipe on this layout, as the planner asks for them.
 
     Raises:
         InputError: the recipe's batch does not divide by the layout, or the model has no size without its tokenizer.
     """
     name = catalogue_name(kind, torch.cuda.get_device_name() if kind == "cuda" else "")
     if name is None:
-        return _usual_products(kind), []
+        return _usual_questions(kind)
     cluster = resized(parse_cluster(f"{layout.world_size}x{name}"), layout.world_size)
     curious = _Curious("", None, "", cluster.accelerator.memory_bytes, cluster.accelerator.memory_bytes_per_second)
     candidate = candidate_of(recipe, template_of(recipe), layout.world_size)
@@ -129,14 +160,43 @@ def _questions(recipe: Recipe, layout: Layout, kind: str) -> tuple[list[ProductS
             got=str(layout),
             remedy="shardwright doctor --checklist says what does",
         )
-    accelerator = cluster.accelerator
+    accelerator, shape = cluster.accelerator, shape_of(recipe)
     predict(
-        shape_of(recipe),
+        shape,
         replace(candidate, layout=layout),
         replace(cluster, profile=curious),
         load_efficiencies().of(accelerator),
     )
-    return _few_products(curious.products, kind), _few_messages(curious.messages, layout, kind)
+    tokens = candidate.micro_batch_size * candidate.sequence_length // layout.cp
+    return _Questions(
+        _few_products(curious.products, kind),
+        _attention_of(shape, curious.rows, tokens, layout.tp, kind),
+        _few_messages(curious.messages, layout, kind),
+    )
+
+
+def _attention_of(shape: ModelShape, asked: dict[tuple[str, int], None], tokens: int, tp: int, kind: str) -> list[Rows]:
+    """Rows of the model's heads: those asked for, and usual lengths around them, as many as make up a micro-batch's tokens."""
+    num_heads, num_kv_heads = max(1, shape.num_heads // tp), max(1, shape.num_kv_heads // tp)
+    lengths = {(precision, length) for precision, row in asked for length in (row, *_ROWS[kind])}
+    wanted = [
+        Rows(precision, max(1, tokens // length), length, num_heads, num_kv_heads, shape.head_dim)
+        for precision, length in sorted(lengths)
+    ]
+    return _shortened(wanted, kind)
+
+
+def _shortened(wanted: list[Rows], kind: str) -> list[Rows]:
+    """The same with fewer rows, then fewer heads, where they would take too long; without those that still would."""
+    found = []
+    for rows in wanted:
+        num_rows = max(1, min(rows.num_rows, int(_MOST_FLOPS[kind] / replace(rows, num_rows=1).flops)))
+        few = replace(rows, num_rows=num_rows)
+        while few.flops > _MOST_FLOPS[kind] and few.num_kv_heads % 2 == 0 and few.num_heads % 2 == 0:
+            few = replace(few, num_heads=few.num_heads // 2, num_kv_heads=few.num_kv_heads // 2)
+        if few.flops <= _MOST_FLOPS[kind]:
+            found.append(few)
+    return found
 
 
 def _few_products(asked: dict[ProductShape, None], kind: str) -> list[ProductShape]:
@@ -164,7 +224,7 @@ def _few_messages(asked: dict[Message, None], layout: Layout, kind: str) -> list
 
 
 def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
-    """The measured profile: of each product the median rank, of each collective the slowest group.
+    """The measured profile: of each product and row of attention the median rank, of each collective the slowest group.
 
     Raises:
         InputError: nothing was measured, because the examination broke off before.
@@ -178,6 +238,10 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
     products: dict[ProductShape, list[float]] = {}
     for rate in rates["products"]:
         products.setdefault((rate["precision"], rate["m"], rate["n"], rate["k"]), []).append(rate["flops_per_second"])
+    attention: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for rate in rates.get("attention", ()):
+        found = (rate["forward_flops_per_second"], rate["backward_flops_per_second"])
+        attention.setdefault((rate["precision"], rate["row_tokens"], rate["head_dim"]), []).append(found)
     collectives: dict[tuple[CollectiveKind, int, int, int], float] = {}
     for rate in rates["collectives"]:
         key = (rate["kind"], rate["num_ranks"], rate["ranks_per_node"], rate["message_bytes"])
@@ -190,5 +254,6 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
         memory_bytes_per_second=median(memory),
         matmuls=tuple(MatmulRate(*shape, median(found)) for shape, found in products.items()),
         collectives=tuple(CollectiveRate(*key, seconds) for key, seconds in collectives.items()),
+        attention=tuple(AttentionRate(*key, *map(median, zip(*pairs, strict=True))) for key, pairs in attention.items()),
         software={"shardwright": __version__, "torch": torch.__version__, "layout": str(order.layout)},
     )

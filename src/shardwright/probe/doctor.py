@@ -20,7 +20,6 @@ from shardwright.probe.examination import (
     Order,
     RankReport,
     Room,
-    choose_device,
     hand_in,
     judge_reports_missing,
     leave_groups,
@@ -31,6 +30,7 @@ from shardwright.probe.examination import (
 from shardwright.probe.finding import Finding, Verdict, worst
 from shardwright.probe.rendezvous import Meeting, NotMet, judge_meeting, meet
 from shardwright.probe.watch import Watch, judge_standstill
+from shardwright.train.devices import choose_device
 from shardwright.train.launch import launch_ranks
 from shardwright.train.ranks import RankEnvironment, find_ranks
 
@@ -50,7 +50,7 @@ class Diagnosis:
     memory_bytes: int = 0
     """Of one device; on CPUs a rank's share of its host's."""
     rates: Mapping[str, Any] = field(default_factory=dict)
-    """JSON lists: products, copies, collectives."""
+    """JSON lists: products, attention, copies, collectives."""
 
     @property
     def verdict(self) -> Verdict:
@@ -100,7 +100,7 @@ def examine(order: Order, num_ranks: int, *, module: str = "shardwright.probe.wo
 
 def examine_rank(order: Order, ranks: RankEnvironment, deliver: Callable[[Diagnosis], None]) -> Diagnosis | None:
     """One rank's examination; rank 0 gets the diagnosis, and `deliver` has it even where this process hangs and must end."""
-    device = choose_device(order, ranks)
+    device = choose_device(order.device, ranks, field="--device")
     report = open_report(ranks, device)
     meeting: Meeting | None = None
 
@@ -223,6 +223,7 @@ def _rates(
 ) -> dict[str, Any]:
     return {
         "products": [asdict(rate) | {"rank": rank} for rank, report in reports.items() for rate in report.products],
+        "attention": [asdict(rate) | {"rank": rank} for rank, report in reports.items() for rate in report.attention],
         "copies": [asdict(rate) | {"rank": rank} for rank, report in reports.items() for rate in report.copies],
         "collectives": [
             asdict(bandwidth.rate_of(one, per_node[one.ranks])) | {"axis": one.axis, "ranks": list(one.ranks)} for one in merged

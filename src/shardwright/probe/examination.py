@@ -12,14 +12,14 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from shardwright.errors import InputError, RankFailed
-from shardwright.hardware import MatmulRate
+from shardwright.config.upkeep import DeviceKind
+from shardwright.errors import RankFailed
+from shardwright.hardware import AttentionRate, MatmulRate
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
@@ -33,7 +33,10 @@ from shardwright.train.outcome import first_line
 from shardwright.train.ranks import RankEnvironment
 from shardwright.units import MIB_BYTES
 
-STAGES = ("software", "host", "groups", "products", "copies", "folders", "clocks", "correctness", "collectives", "links", "reports")
+STAGES = (
+    "software", "host", "groups", "products", "attention", "copies", "folders", "clocks", "correctness", "collectives", "links",
+    "reports",
+)  # fmt: skip
 """In order; `judge_standstill` tells by it who is behind."""
 
 _SIZES = {"cpu": (4096, 256 * 1024, 4 * MIB_BYTES), "cuda": (64 * 1024, MIB_BYTES, 16 * MIB_BYTES, 256 * MIB_BYTES)}
@@ -45,14 +48,15 @@ _LINK_BYTES = {"cpu": MIB_BYTES, "cuda": 64 * MIB_BYTES}
 @dataclass(frozen=True)
 class Order:
     """What is to be examined. `products` (precision, m, n, k) and `messages` (collective, ranks of a group, bytes) are measured
-    beside the usual ones, for the planner."""
+    beside the usual ones, and `attention` where it is asked for, for the planner."""
 
     layout: Layout
     folders: tuple[storage.Folder, ...] = ()
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceKind = "auto"
     timeout_seconds: float = 60.0
     products: tuple[tuple[str, int, int, int], ...] = ()
     messages: tuple[tuple[CollectiveKind, int, int], ...] = ()
+    attention: tuple[matmul.Rows, ...] = ()
     inter_link: str | None = None
     """Between nodes, as the catalogue calls it."""
 
@@ -71,6 +75,7 @@ class RankReport:
     gpu_loaded: health.Gpu | None = None
     gpu_silent: str | None = None
     products: list[MatmulRate] = field(default_factory=list)
+    attention: list[AttentionRate] = field(default_factory=list)
     copies: list[matmul.CopyRate] = field(default_factory=list)
     writes: list[storage.Written] = field(default_factory=list)
     sights: list[storage.Sight] = field(default_factory=list)
@@ -98,27 +103,6 @@ class Room:
     """Whether the process group is the examination's own, to be made and left; not where the caller is a member of one already."""
 
 
-def choose_device(order: Order, ranks: RankEnvironment) -> torch.device:
-    """CUDA number `local_rank`, where there is CUDA and it is not unwanted.
-
-    Raises:
-        InputError: CUDA is wanted and is not there, or there are fewer devices than ranks.
-    """
-    if order.device == "cpu" or (order.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise InputError("this machine has no CUDA device", field="--device", got="cuda", allowed="cpu or auto")
-    if ranks.local_rank >= torch.cuda.device_count():
-        raise InputError(
-            f"rank {ranks.rank} wants device {ranks.local_rank}, but the machine has {torch.cuda.device_count()}",
-            field="--nproc",
-            remedy="Start at most as many ranks as there are devices, or examine the CPU (--device cpu)",
-        )
-    device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def open_report(ranks: RankEnvironment, device: torch.device) -> RankReport:
     """What a rank knows of itself without having looked."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -140,6 +124,7 @@ def measure(room: Room) -> None:
     stages: dict[str, Callable[[Room], None]] = {
         "groups": _join_groups,
         "products": _time_products,
+        "attention": _time_attention,
         "copies": _time_copies,
         "folders": _look_at_folders,
         "clocks": _compare_clocks,
@@ -200,6 +185,14 @@ def _time_products(room: Room) -> None:
     if device.type == "cuda":
         with health.under_load(device):
             room.report.gpu_loaded, _ = health.read_gpu(device, os.getpid())
+
+
+def _time_attention(room: Room) -> None:
+    for rows in room.order.attention:
+        rate = matmul.time_attention(rows, room.device)
+        if rate is not None:
+            room.report.attention.append(rate)
+        room.watch.progress()
 
 
 def _time_copies(room: Room) -> None:

@@ -6,12 +6,12 @@ import os
 import resource
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from shardwright.probe.finding import Finding, Verdict
+from shardwright.probe.finding import Finding
 from shardwright.units import GIB_BYTES, format_bytes
 
 SECTION = "host"
@@ -108,76 +108,82 @@ def judge_hosts(hosts: Mapping[str, tuple[Host, int]], *, cuda: bool) -> list[Fi
 
 
 def _judge_host(host: Host, num_ranks: int, *, cuda: bool, several: bool) -> list[Finding]:
-    where = f" @ {host.name}" if several else ""
-
-    def tell(name: str, verdict: Verdict, value: str, remedy: str = "", **numbers: float | None) -> Finding:
-        return Finding(SECTION, name + where, verdict, value, remedy if verdict != "pass" else "", numbers)
-
-    cores = min(host.cores, host.core_quota or host.cores)
-    quota = f", of which the container may use {host.core_quota:g}" if host.core_quota else ""
-    limit = host.container_bytes or host.memory_bytes
-    available = min(host.available_bytes, limit)
-    numa = f", {host.numa_nodes} NUMA nodes" if host.numa_nodes > 1 else ""
     found = [
-        tell(
-            "cores",
-            "pass" if num_ranks <= cores else "warn",
-            f"{host.cores} cores{quota}{numa} for {num_ranks} rank{'s' * (num_ranks != 1)}",
-            f"Start at most {max(1, int(cores))} ranks here, or give the job more cores (--cpus-per-task)",
-            cores=cores,
-            numa_nodes=host.numa_nodes,
-        ),
-        tell(
+        _judge_cores(host, num_ranks),
+        _line(
             "other work",
-            "pass" if host.load <= host.cores + num_ranks else "warn",
+            host.load <= host.cores + num_ranks,
             f"load {host.load:.1f} on {host.cores} cores before the examination",
             "Rates below are those of a busy machine: stop what else runs here, then examine again",
             load=host.load,
         ),
-        tell(
-            "memory",
-            "pass" if available > 0.1 * limit else "warn",
-            f"{format_bytes(available)} free of {format_bytes(limit)}" + (" (the container's)" if host.container_bytes else ""),
-            "Stop what holds it (ps aux --sort=-rss), or raise the container's limit",
-            available_bytes=available,
-            limit_bytes=limit,
-        ),
-        tell(
+        _judge_memory(host),
+        _line(
             "open files",
-            "pass" if host.open_files >= _FEWEST_FILES or host.open_files == _UNLIMITED else "warn",
+            host.open_files >= _FEWEST_FILES or host.open_files == _UNLIMITED,
             f"at most {host.open_files if host.open_files != _UNLIMITED else 'unlimited'}",
             f"ulimit -n {_FEWEST_FILES * 16} (or LimitNOFILE of the service that starts jobs)",
             open_files=host.open_files,
         ),
     ]
     if host.shared_memory_bytes is not None:
-        enough = host.shared_memory_bytes >= _LEAST_SHARED_MEMORY or num_ranks == 1
-        found.append(
-            tell(
-                "/dev/shm",
-                "pass" if enough else "warn",
-                format_bytes(host.shared_memory_bytes),
-                "docker run --shm-size=16g, or an emptyDir of medium Memory at /dev/shm: NCCL keeps its buffers there",
-                shared_memory_bytes=host.shared_memory_bytes,
-            )
-        )
+        found.append(_judge_shared_memory(host.shared_memory_bytes, num_ranks))
     if cuda and several:
-        found.append(
-            tell(
-                "locked memory",
-                "pass" if host.locked_bytes == _UNLIMITED else "warn",
-                "unlimited" if host.locked_bytes == _UNLIMITED else format_bytes(host.locked_bytes),
-                "ulimit -l unlimited: InfiniBand registers the buffers that it sends from",
-                locked_bytes=host.locked_bytes,
-            )
-        )
+        found.append(_judge_locked_memory(host))
     if host.governor is not None and not cuda:
-        found.append(
-            tell(
-                "clock governor",
-                "warn" if host.governor == "powersave" else "pass",
-                host.governor,
-                "cpupower frequency-set -g performance",
-            )
-        )
-    return found
+        remedy = "cpupower frequency-set -g performance"
+        found.append(_line("clock governor", host.governor != "powersave", host.governor, remedy))
+    return [replace(finding, name=f"{finding.name} @ {host.name}") for finding in found] if several else found
+
+
+def _line(name: str, fine: bool, value: str, remedy: str, **numbers: float | None) -> Finding:
+    """Passes where it is fine, else warns and says what to do."""
+    return Finding(SECTION, name, "pass" if fine else "warn", value, "" if fine else remedy, numbers)
+
+
+def _judge_cores(host: Host, num_ranks: int) -> Finding:
+    cores = min(host.cores, host.core_quota or host.cores)
+    quota = f", of which the container may use {host.core_quota:g}" if host.core_quota else ""
+    numa = f", {host.numa_nodes} NUMA nodes" if host.numa_nodes > 1 else ""
+    return _line(
+        "cores",
+        num_ranks <= cores,
+        f"{host.cores} cores{quota}{numa} for {num_ranks} rank{'s' * (num_ranks != 1)}",
+        f"Start at most {max(1, int(cores))} ranks here, or give the job more cores (--cpus-per-task)",
+        cores=cores,
+        numa_nodes=host.numa_nodes,
+    )
+
+
+def _judge_memory(host: Host) -> Finding:
+    limit = host.container_bytes or host.memory_bytes
+    available = min(host.available_bytes, limit)
+    return _line(
+        "memory",
+        available > 0.1 * limit,
+        f"{format_bytes(available)} free of {format_bytes(limit)}" + (" (the container's)" if host.container_bytes else ""),
+        "Stop what holds it (ps aux --sort=-rss), or raise the container's limit",
+        available_bytes=available,
+        limit_bytes=limit,
+    )
+
+
+def _judge_shared_memory(num_bytes: int, num_ranks: int) -> Finding:
+    return _line(
+        "/dev/shm",
+        num_bytes >= _LEAST_SHARED_MEMORY or num_ranks == 1,
+        format_bytes(num_bytes),
+        "docker run --shm-size=16g, or an emptyDir of medium Memory at /dev/shm: NCCL keeps its buffers there",
+        shared_memory_bytes=num_bytes,
+    )
+
+
+def _judge_locked_memory(host: Host) -> Finding:
+    unlimited = host.locked_bytes == _UNLIMITED
+    return _line(
+        "locked memory",
+        unlimited,
+        "unlimited" if unlimited else format_bytes(host.locked_bytes),
+        "ulimit -l unlimited: InfiniBand registers the buffers that it sends from",
+        locked_bytes=host.locked_bytes,
+    )

@@ -1,6 +1,7 @@
-"""Rates of one device: products by precision and shape, copies within its memory, copies from and to its host.
+"""Rates of one device: products by precision and shape, attention by the length of rows, copies within its memory, copies from and
+to its host.
 
-Legend: M rows (tokens), N columns out, K columns in.
+Legend: M rows (tokens), N columns out, K columns in; B sequences, T tokens of a row, H query heads, J key/value heads, E head_dim.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from shardwright.errors import InputError
-from shardwright.hardware import MatmulRate, find_link
+from shardwright.hardware import AttentionRate, MatmulRate, find_link
 from shardwright.hardware.load import find_accelerator
+from shardwright.hardware.profile import attention_flops
 from shardwright.probe.finding import Finding, graded, name_ranks
 from shardwright.probe.outliers import find_odd, limits_for
 from shardwright.units import MIB_BYTES, format_flops_per_second
@@ -42,6 +45,23 @@ class CopyRate:
     bytes_per_second: float
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Causal attention that is tried: so many rows of so many tokens, and the heads of each."""
+
+    precision: str
+    num_rows: int
+    row_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def flops(self) -> float:
+        """Of a forward pass."""
+        return attention_flops(self.num_rows * self.row_tokens, self.row_tokens, 2 * self.num_heads * self.head_dim)
+
+
 def precisions_of(device: torch.device) -> tuple[str, ...]:
     """What products are tried in."""
     return ("fp32", "bf16") if device.type == "cpu" else ("fp32", "tf32", "bf16", "fp16")
@@ -60,6 +80,35 @@ def time_product(precision: str, m: int, n: int, k: int, device: torch.device, *
     with _products_in(precision):
         best = best_seconds(lambda: torch.mm(a_MK, b_KN, out=out_MN), device, seconds=seconds)
     return MatmulRate(precision, m, n, k, 2.0 * m * n * k / best)
+
+
+def time_attention(rows: Rows, device: torch.device, *, seconds: float = 0.2) -> AttentionRate | None:
+    """The best rates of causal attention as the decoder calls it, forward and backward; None where it does not fit the device."""
+    shape = (rows.num_rows, rows.row_tokens)
+
+    def draw(num_heads: int) -> torch.Tensor:
+        # Heads lie beside each other in memory, as a projection leaves them.
+        x_BTHE = torch.randn(*shape, num_heads, rows.head_dim, device=device).to(DTYPES[rows.precision])
+        return x_BTHE.transpose(1, 2)
+
+    gradient_BHTE = draw(rows.num_heads)
+    q_BHTE, k_BJTE, v_BJTE = (draw(num).requires_grad_() for num in (rows.num_heads, rows.num_kv_heads, rows.num_kv_heads))
+    grouped = rows.num_heads != rows.num_kv_heads
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q_BHTE, k_BJTE, v_BJTE, is_causal=True, enable_gqa=grouped)
+
+    try:
+        with _products_in(rows.precision):
+            forward = best_seconds(attend, device, seconds=seconds)
+            out_BHTE = attend()
+            inputs = (q_BHTE, k_BJTE, v_BJTE)
+            backward = best_seconds(
+                lambda: torch.autograd.grad(out_BHTE, inputs, gradient_BHTE, retain_graph=True), device, seconds=seconds
+            )
+    except torch.OutOfMemoryError:  # rows too long for the device are none that a plan could have
+        return None
+    return AttentionRate(rows.precision, rows.row_tokens, rows.head_dim, rows.flops / forward, 2.5 * rows.flops / backward)
 
 
 @contextmanager

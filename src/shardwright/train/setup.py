@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright import __version__
-from shardwright.config import Recipe
 from shardwright.errors import InputError, RankFailed
 from shardwright.model.adapters import begin
 from shardwright.model.foreign import build_decoder
@@ -58,33 +57,6 @@ class TrainState:
     """What is learned."""
     evaluation_due: bool = False
     """A stop came before the evaluation of this step was done: the resumed run begins with it."""
-
-
-def wants_cuda(recipe: Recipe) -> bool:
-    """Whether the run computes on CUDA.
-
-    Raises:
-        InputError: the recipe wants it and this machine has none.
-    """
-    here = torch.cuda.is_available()
-    if recipe.run.device == "cuda" and not here:
-        raise InputError("this machine has no CUDA device", field="run.device", got="cuda", allowed="cpu or auto")
-    return here and recipe.run.device != "cpu"
-
-
-def choose_device(recipe: Recipe, ranks: RankEnvironment) -> torch.device:
-    """The rank's device: CUDA number `local_rank` where there is CUDA, unless the recipe says otherwise."""
-    if not wants_cuda(recipe):
-        return torch.device("cpu")
-    if ranks.local_rank >= torch.cuda.device_count():
-        raise InputError(
-            f"rank {ranks.rank} wants device {ranks.local_rank}, but the machine has {torch.cuda.device_count()}",
-            field="nproc",
-            remedy="Start at most as many ranks as there are devices",
-        )
-    device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> None:

@@ -21,6 +21,7 @@ from shardwright.optim.schedules import batch_scale
 from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
 from shardwright.telemetry.exporters import check_exporters
 from shardwright.telemetry.speaker import Speaker, open_speaker
+from shardwright.train.devices import choose_device, wants_cuda
 from shardwright.train.elastic import Generation, run_generations
 from shardwright.train.folder import RunFolder
 from shardwright.train.forecast import forecast
@@ -34,7 +35,7 @@ from shardwright.train.preflight import Checked, check
 from shardwright.train.ranks import RankEnvironment, find_ranks, was_restarted
 from shardwright.train.recorder import recording
 from shardwright.train.saving import ResumeFrom, Saver, changes_since, find_start
-from shardwright.train.setup import build_state, choose_device, describe_device, describe_versions, join_ranks, wants_cuda
+from shardwright.train.setup import build_state, describe_device, describe_versions, join_ranks
 from shardwright.train.signals import StopRequest, listening_for_stop
 from shardwright.train.watchdog import Pace, Vigil, watched
 
@@ -76,7 +77,7 @@ def train(
     # Every rank looks for a checkpoint then: none is written before all have looked, so that all find the same.
     resume = resume or resume_if_begun
     if ranks is None and world_size > 1:
-        wants_cuda(recipe)
+        wants_cuda(recipe.run.device, field="run.device")
         with watching() as progress:
             check(recipe, world_size, progress=progress)
         # Not through the run folder: until rank 0 has found that this run may go on there, it stays as it is.
@@ -122,7 +123,7 @@ def train_rank(
 ) -> None:
     """One rank, from joining the others to the last step."""
     began = time.perf_counter()
-    device = choose_device(recipe, ranks)
+    device = choose_device(recipe.run.device, ranks, field="run.device")
     pace = Pace(recipe.watchdog, _time_outs(recipe))
     watch = watched(
         pace, ranks.rank, ranks.world_size, folder=control_folder(), reports=RunFolder.of(recipe).hangs, record=recording

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.hardware import CollectiveRate, MatmulRate, MeasuredProfile, load_profile, parse_cluster, save_profile
+from shardwright.hardware import (
+    AttentionRate,
+    CollectiveRate,
+    MatmulRate,
+    MeasuredProfile,
+    load_profile,
+    parse_cluster,
+    save_profile,
+)
 
 PROFILE = MeasuredProfile(
     accelerator="NVIDIA H200",
@@ -20,6 +28,11 @@ PROFILE = MeasuredProfile(
     matmuls=(MatmulRate("bf16", 1024, 1024, 1024, 3e14), MatmulRate("bf16", 8192, 8192, 8192, 7.9e14)),
     collectives=(CollectiveRate("all_reduce", 8, 8, 1_000, 2e-5), CollectiveRate("all_reduce", 8, 8, 1_001_000, 1.2e-4)),
     software={"torch": "2.13"},
+    attention=(
+        AttentionRate("bf16", 512, 128, 2e14, 1e14),
+        AttentionRate("bf16", 8192, 128, 6e14, 5e14),
+        AttentionRate("bf16", 2048, 64, 3e14, 2e14),
+    ),
 )
 
 
@@ -36,6 +49,25 @@ def test_the_nearest_product_and_sizes_between() -> None:
     assert PROFILE.collective_seconds("all_reduce", 8, 8, 501_000) == pytest.approx(7e-5)
     assert PROFILE.collective_seconds("all_reduce", 8, 8, 2_002_000) == pytest.approx(2.4e-4)
     assert PROFILE.collective_seconds("all_reduce", 16, 8, 1_000) is None
+
+
+def test_attention_of_the_nearest_width_between_measured_rows() -> None:
+    def rate(row_tokens: float, head_dim: int, *, backward: bool = False, precision: str = "bf16") -> float | None:
+        return PROFILE.attention_flops_per_second(precision, row_tokens, head_dim, backward=backward)
+
+    assert rate(512, 128) == 2e14
+    assert rate(2048, 128) == pytest.approx(4e14)  # halfway from 512 to 8192 by the logarithm
+    assert rate(2048, 128, backward=True) == pytest.approx(3e14)
+    assert (rate(16, 128), rate(10**6, 128)) == (2e14, 6e14)
+    assert rate(8192, 80) == 3e14
+    assert rate(512, 128, precision="fp32") is None
+
+
+def test_a_profile_without_attention_is_read(tmp_path: Path) -> None:
+    written = PROFILE.as_dict()
+    del written["attention"]
+    (tmp_path / "before.json").write_text(json.dumps(written))
+    assert load_profile(tmp_path / "before.json").attention == ()
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:

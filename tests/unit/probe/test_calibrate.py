@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwright.config.layout import ClusterSection
 from shardwright.config.load import validate_recipe
 from shardwright.config.schema import Recipe
 from shardwright.errors import InputError
-from shardwright.hardware import CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
+from shardwright.hardware import AttentionRate, CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
 from shardwright.layout import Layout
 from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.automatic import cluster_of
@@ -23,6 +24,7 @@ from shardwright.planner.question import candidate_of, shape_of, template_of
 from shardwright.probe.calibrate import order_of, profile_of
 from shardwright.probe.doctor import Diagnosis
 from shardwright.probe.examination import Order
+from shardwright.probe.matmul import Rows, time_attention
 
 LAYOUT = Layout(dp_shard=2, zero_stage=3)
 
@@ -51,11 +53,21 @@ def recipe() -> Recipe:
     )
 
 
-def measured(order: Order, flops_per_second: float, bytes_per_second: float) -> Diagnosis:
-    """As an examination of the order would end on two ranks, one of them a fifth slower; links carry 1 GB/s, after 50 us."""
+def measured(order: Order, flops_per_second: float, bytes_per_second: float, attends: float | None = None) -> Diagnosis:
+    """As an examination of the order would end on two ranks, one of them a fifth slower; links carry 1 GB/s, after 50 us.
+
+    Args:
+        attends: FLOP/s of attention, where they are not those of products.
+    """
     products = [
         asdict(MatmulRate(*shape, flops_per_second * share)) | {"rank": rank}
         for shape in order.products
+        for rank, share in ((0, 1.0), (1, 0.8))
+    ]
+    attention = [
+        asdict(AttentionRate(rows.precision, rows.row_tokens, rows.head_dim, share * rate, share * rate)) | {"rank": rank}
+        for rate in [attends or flops_per_second]
+        for rows in order.attention
         for rank, share in ((0, 1.0), (1, 0.8))
     ]
     copies = [{"kind": "memory", "num_bytes": 2**26, "bytes_per_second": bytes_per_second, "rank": rank} for rank in (0, 1)]
@@ -63,7 +75,7 @@ def measured(order: Order, flops_per_second: float, bytes_per_second: float) -> 
         asdict(CollectiveRate(kind, size, size, num_bytes, 50e-6 + num_bytes / 1e9)) | {"axis": "dp_shard", "ranks": [0, 1]}
         for kind, size, num_bytes in order.messages
     ]
-    rates = {"products": products, "copies": copies, "collectives": collectives}
+    rates = {"products": products, "attention": attention, "copies": copies, "collectives": collectives}
     return Diagnosis((), 2, str(order.layout), "cpu", "x86_64", 2**34, rates)
 
 
@@ -86,9 +98,20 @@ def test_every_look_up_of_the_planner_is_measured(recipe: Recipe, monkeypatch: p
             missed.append((precision, m, n, k))
         return found(self, precision, m, n, k)
 
+    attend = MeasuredProfile.attention_flops_per_second
+
+    def look_for_rows(self: MeasuredProfile, precision: str, row_tokens: float, head_dim: int, *, backward: bool) -> float | None:
+        if not any(
+            (rate.precision, rate.row_tokens, rate.head_dim) == (precision, row_tokens, head_dim) for rate in self.attention
+        ):
+            missed.append((precision, row_tokens, head_dim))
+        return attend(self, precision, row_tokens, head_dim, backward=backward)
+
     monkeypatch.setattr(MeasuredProfile, "matmul_flops_per_second", look)
+    monkeypatch.setattr(MeasuredProfile, "attention_flops_per_second", look_for_rows)
     predicted(recipe, tmp_path / "here.json")
     assert missed == []
+    assert {rows.row_tokens for rows in order.attention} == {128, 256, 512, 2048}
     assert {kind for kind, _, _ in order.messages} == {"all_gather", "reduce_scatter"}
 
 
@@ -107,17 +130,40 @@ def test_what_was_measured_is_what_the_plan_says(recipe: Recipe, tmp_path: Path)
     assert predicted(recipe, None).time.step < times["fast"].step  # the data sheet's 96 cores are faster than either
 
 
+def test_slow_attention_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) -> None:
+    order = order_of(recipe, LAYOUT, device="cpu", calibrates=True)
+    seconds = []
+    for name, attends in (("slow", 1e8), ("fast", 1e10)):
+        save_profile(profile_of(measured(order, 1e11, 1e10, attends), order), tmp_path / f"{name}.json")
+        seconds.append(predicted(recipe, tmp_path / f"{name}.json").time.compute)
+    # 4 rows of 256, 4 layers, 6 heads of 32: forward and 2.5 times that backward, at nine tenths of what was said.
+    flops = 3.5 * 4 * 2 * (2 * 6 * 32) * (4 * 256) * (257 / 2)
+    assert seconds[0] - seconds[1] == pytest.approx(flops / (0.9 * 1e8) - flops / (0.9 * 1e10), rel=1e-6)
+
+
+def test_attention_is_measured_as_it_is_counted() -> None:
+    rows = Rows("fp32", num_rows=2, row_tokens=8, num_heads=4, num_kv_heads=2, head_dim=16)
+    assert rows.flops == 2 * (2 * 4 * 16) * (2 * 8) * 4.5
+    rate = time_attention(rows, torch.device("cpu"), seconds=0.001)
+    assert rate is not None
+    assert (rate.precision, rate.row_tokens, rate.head_dim) == ("fp32", 8, 16)
+    assert min(rate.forward_flops_per_second, rate.backward_flops_per_second) > 0
+
+
 def test_without_a_recipe_usual_shapes_are_measured() -> None:
     order = order_of(None, LAYOUT, device="cpu", calibrates=True)
     assert {shape[0] for shape in order.products} == {"fp32", "bf16"}
     assert len(order.products) > 40
+    assert len(order.attention) == 3
     assert order_of(None, LAYOUT, device="cpu").products == ()
+    assert order_of(None, LAYOUT, device="cpu").attention == ()
 
 
 def test_long_products_are_tried_with_fewer_rows(recipe: Recipe) -> None:
     long = recipe.model_copy(update={"training": recipe.training.model_copy(update={"micro_batch_size": 4096})})
     order = order_of(long, LAYOUT, device="cpu", calibrates=True)
     assert max(2.0 * m * n * k for _, m, n, k in order.products) <= 1e11
+    assert max(rows.flops for rows in order.attention) <= 1e11
     assert max(num_bytes for _, _, num_bytes in order.messages) <= 64 * 2**20
 
 
