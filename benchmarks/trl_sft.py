@@ -1,58 +1,136 @@
-"""The same fine-tuning by TRL's SFTTrainer and by shardwright: supervised tokens, first losses, and tokens/s side by side.
+"""The same fine-tuning by TRL's SFTTrainer and by shardwright: supervised tokens, losses, and tokens/s side by side.
 
     python -m benchmarks.trl_sft --model MODEL --text tinyshakespeare.txt        TRL: pip install trl datasets (only for this)
 
-A file of prompts and completions is made of the text's lines, each completed by the next. Both sides read that file, with their own
-code from text to gradients: TRL's tokenisation, mask and loss are its own. Rows come in the file's order on both sides, because TRL
-shuffles otherwise; the settings are alike (float32, AdamW, constant rate, no decay, the same clip). Times are told for the steps
-after the first two, and mean something on a machine that does nothing else.
+A file of prompts and completions is made of the text's lines, each completed by the next. All sides read that file, with their own
+code from text to gradients: TRL's tokenisation, mask and loss are its own. Rows come in the file's order on both sides, because
+TRL shuffles otherwise; the settings are alike (float32, AdamW, constant rate, no decay, the same clip). The sides take turns,
+`--visits` times, each from the same start. Of the first visit losses are compared; speed is in tokens of the file (filling not
+counted) per second, of whole steps after the first three of a visit, without data loading and logs on either side. TRL pads a batch
+to its longest row, which is the quickest that it does on a CPU (its packing and its padding-free batches want a flash kernel); our
+rows have a fixed length, so a third side is ours with documents packed. Writes OUT.json and OUT.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import quantiles
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.conditions import read_conditions
 from shardwright.config.load import validate_recipe
 from shardwright.data.loader import collate
+from shardwright.data.preview import count_free_positions
 from shardwright.train.preflight import check
 from shardwright.train.setup import build_state
 from shardwright.train.step import accumulate_gradients, update
 
 TOLERANCE = 1e-4
-BATCH, RATE, CLIP, LENGTH = 8, 1e-3, 1.0, 128
+BATCH, RATE, CLIP, LENGTH = 32, 3e-4, 1.0, 128
+WARM_UP = 3
+"""Steps of a visit that are not timed."""
+
+
+class Told(NamedTuple):
+    """Of every step: supervised tokens, tokens of the file, loss, and seconds."""
+
+    supervised: list[int]
+    tokens: list[int]
+    losses: list[float]
+    seconds: list[float]
+
+    def speeds(self) -> list[float]:
+        """Tokens per second of the timed steps."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens[WARM_UP:], self.seconds[WARM_UP:], strict=True)]
 
 
 def main() -> None:
-    """Train both, print both; an error where tokens or losses differ."""
+    """Train all, print all; an error where tokens or losses differ."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trl_sft", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder with a tokenizer")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--visits", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="OUT.json and OUT.md are written")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         path = write_pairs(options.text, Path(name) / "pairs.jsonl", options.steps * BATCH)
         sides = {
-            "shardwright": with_shardwright(options.model, path, options.steps),
-            "TRL": with_trl(options.model, path, options.steps, Path(name)),
+            "shardwright": lambda: with_shardwright(options.model, path, options.steps, "none"),
+            "TRL": lambda: with_trl(options.model, path, options.steps, Path(name)),
+            "shardwright, packed": lambda: with_shardwright(options.model, path, options.steps, "documents"),
         }
-    print(f"{'':12} {'supervised tokens of each step':60} {'tokens/s':>9}")
-    for side, (tokens, _, seconds) in sides.items():
-        speed = BATCH * LENGTH / median(seconds[2:]) if len(seconds) > 2 else float("nan")
-        print(f"{side:12} {tokens!s:60} {speed:9.0f}")
-    (tokens, losses, _), (their_tokens, their_losses, _) = sides.values()
-    worst = max(abs(a - b) for a, b in zip(losses, their_losses, strict=True))
-    print(f"largest difference of {len(losses)} losses, from {losses[0]:.4f} to {losses[-1]:.4f}: {worst:.1e}")
-    if tokens != their_tokens or worst > TOLERANCE:
+        visits: dict[str, list[Told]] = {side: [] for side in sides}
+        for _ in range(options.visits):
+            for side, run in sides.items():
+                visits[side].append(run())
+    ours, theirs = visits["shardwright"][0], visits["TRL"][0]
+    worst = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    result = {
+        "conditions": read_conditions() | {"trl": metadata.version("trl"), "threads": torch.get_num_threads(), "load_before": load},
+        "rows_a_step": BATCH,
+        "row_length": LENGTH,
+        "steps": options.steps,
+        "visits": options.visits,
+        "supervised_tokens": {"shardwright": ours.supervised, "TRL": theirs.supervised},
+        "losses": {"shardwright": ours.losses, "TRL": theirs.losses},
+        "largest_difference": worst,
+        "tokens_per_second": {
+            side: quantiles([speed for visit in told for speed in visit.speeds()], n=4) for side, told in visits.items()
+        },
+    }
+    page = render(result)
+    print(page)
+    if options.out is not None:
+        options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+    if ours.supervised != theirs.supervised or worst > TOLERANCE:
         raise SystemExit("the two sides differ")
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page of a result."""
+    losses, tokens, told = result["losses"]["TRL"], result["supervised_tokens"], result["conditions"]
+    same = "the same" if tokens["shardwright"] == tokens["TRL"] else "not the same"
+    lines = [
+        "# Beside TRL's SFTTrainer",
+        "",
+        f"Made by `python -m benchmarks.trl_sft`: {result['steps']} steps of {result['rows_a_step']} prompts with completions,",
+        f"rows of at most {result['row_length']} tokens, float32, AdamW, one process.",
+        "",
+        f"Supervised tokens of every step: {same} ({sum(tokens['TRL']):,} in all). Largest difference of a step's loss, which goes",
+        f"from {losses[0]:.4f} to {losses[-1]:.4f}: {result['largest_difference']:.1e}.",
+        "",
+        "| | tokens/s, median | quartiles |",
+        "| --- | ---: | --- |",
+    ]
+    for side, (low, middle, high) in result["tokens_per_second"].items():
+        lines.append(f"| {side} | {middle:,.0f} | {low:,.0f} to {high:,.0f} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"The sides took turns, {result['visits']} visits each. Tokens are those of the file: filling does not count. TRL",
+            "fills a batch up to its longest row; we fill rows to a fixed length, or pack documents into them, none seeing another.",
+            "Whole steps without data loading and logs on either side; TRL's compute entropy and accuracy of tokens too, which",
+            "cannot be switched off.",
+            "",
+            f"{told['date']}, {told['cores']} cores ({told['processor']}), {told['threads']} threads, load before",
+            f"{told['load_before']:.1f}, torch {told['packages']['torch']}, transformers {told['packages']['transformers']},",
+            f"TRL {told['trl']}, commit {told['commit']}.",
+            "",
+        ]
+    )
 
 
 def write_pairs(text: Path, path: Path, num_rows: int) -> Path:
@@ -63,12 +141,8 @@ def write_pairs(text: Path, path: Path, num_rows: int) -> Path:
     return path
 
 
-Told = tuple[list[int], list[float], list[float]]
-"""Supervised tokens, loss and seconds of every step."""
-
-
-def with_shardwright(model: Path, path: Path, steps: int) -> Told:
-    """Our side, rows in the file's order."""
+def with_shardwright(model: Path, path: Path, steps: int, packing: str) -> Told:
+    """Our side, rows in the file's order; packed rows are fewer, and are begun again where they end."""
     training = {
         "sequence_length": LENGTH,
         "global_batch_size": BATCH,
@@ -78,23 +152,24 @@ def with_shardwright(model: Path, path: Path, steps: int) -> Told:
     }
     recipe = {
         "model": {"path": str(model)},
-        "data": {"sources": str(path), "packing": "none", "overlong": "refuse", "cache_dir": str(path.parent / "cache")},
+        "data": {"sources": str(path), "packing": packing, "overlong": "refuse", "cache_dir": str(path.parent / "cache")},
         "training": training | {"max_grad_norm": CLIP},
         "optimizer": {"beta2": 0.999},
     }
     checked = check(validate_recipe(recipe), 1)
-    state = build_state(checked, torch.device("cpu"))
-    tokens, losses, seconds = [], [], []
+    state, train = build_state(checked, torch.device("cpu")), checked.data.train
+    told = Told([], [], [], [])
     for step in range(steps):
+        rows = [train.sample(row % len(train)) for row in range(step * BATCH, (step + 1) * BATCH)]
+        batch = collate(rows, range(step * BATCH, (step + 1) * BATCH))
         began = time.perf_counter()
-        rows = range(step * BATCH, (step + 1) * BATCH)
-        batch = collate([checked.data.train.sample(row) for row in rows], rows)
         loss = accumulate_gradients(state.model, [batch], seed=0, step=step)
         update(state.model, state.optimizer, learning_rate=RATE, max_grad_norm=CLIP)
-        tokens.append(batch.num_supervised)
-        losses.append(loss.mean())
-        seconds.append(time.perf_counter() - began)
-    return tokens, losses, seconds
+        told.losses.append(loss.mean())
+        told.seconds.append(time.perf_counter() - began)
+        told.supervised.append(batch.num_supervised)
+        told.tokens.append(sum(LENGTH - count_free_positions(row) for row in rows))
+    return told
 
 
 def with_trl(model: Path, path: Path, steps: int, folder: Path) -> Told:
@@ -104,23 +179,23 @@ def with_trl(model: Path, path: Path, steps: int, folder: Path) -> Told:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    tokens: list[int] = []
-    marks: list[float] = []
+    told = Told([], [], [], [])
 
     class InOrder(SFTTrainer):  # type: ignore[misc, unused-ignore]
         def _get_train_sampler(self, *_arguments: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
-            tokens.append(int((inputs["labels"][:, 1:] != -100).sum()))
+            told.supervised.append(int((inputs["labels"][:, 1:] != -100).sum()))
+            told.tokens.append(int(inputs["attention_mask"].sum()) - len(inputs["attention_mask"]))  # as inputs, like ours
             return super().compute_loss(model, inputs, *arguments, **named)
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_arguments: Any, **_named: Any) -> None:
-            marks.append(time.perf_counter())
+            told.seconds.append(time.perf_counter())
 
         def on_step_end(self, *_arguments: Any, **_named: Any) -> None:
-            marks[-1] = time.perf_counter() - marks[-1]
+            told.seconds[-1] = time.perf_counter() - told.seconds[-1]
 
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     settings = SFTConfig(
@@ -137,7 +212,8 @@ def with_trl(model: Path, path: Path, steps: int, folder: Path) -> Told:
         callbacks=[Clock()],
     )
     trainer.train()
-    return tokens, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], marks
+    told.losses.extend(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    return told
 
 
 if __name__ == "__main__":
