@@ -8,50 +8,84 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwright.checkpoint.disk import Disk, HashedFile
 from shardwright.checkpoint.place import BLOCK_BYTES, Place
 
+if TYPE_CHECKING:
+    from types import TracebackType
+
 LARGE_BYTES = 4 * BLOCK_BYTES
 """From this size on; below it the page cache takes the bytes faster than any device."""
+_PART_BYTES = BLOCK_BYTES // 2
+_NUM_PARTS = 3
+"""One is filled, one is hashed, one is written."""
+
+
+@dataclass
+class _Part:
+    """Memory on its way to the device. Anonymous maps begin at a page; numpy copies into them without the interpreter's lock."""
+
+    memory_N: np.ndarray = field(default_factory=lambda: np.frombuffer(mmap.mmap(-1, _PART_BYTES), dtype=np.uint8))
+    under_way: list[Future[None]] = field(default_factory=list)
+
+    def vacate(self) -> None:
+        """Wait until it has been hashed and written, and raise what either met."""
+        for task in self.under_way:
+            task.result()
+        self.under_way.clear()
 
 
 class DirectFile(HashedFile):
-    """A `HashedFile` that gathers what it is given into whole, aligned blocks, as the device wants them.
+    """A `HashedFile` that gathers what it is given into whole, aligned parts, as the device wants them.
 
-    While one of two blocks is filled, the other may still be hashed. What does not fill a block at the end goes through the cache.
+    One thread hashes, one writes, and the caller fills the next part meanwhile: the device is never without work. What does not
+    fill a part at the end goes through the cache.
     """
 
     def __init__(self, path: Place, disk: Disk) -> None:
         super().__init__(path, disk)
-        # Anonymous maps begin at a page; numpy copies into them without the interpreter's lock.
-        blocks = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=np.uint8) for _ in range(2)]
-        self._blocks = itertools.cycle(blocks)
-        self._block_N, self._filled = next(self._blocks), 0
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-write")
+        self._parts = [_Part() for _ in range(_NUM_PARTS)]
+        self._next = itertools.cycle(self._parts)
+        self._part, self._filled = next(self._next), 0
         disk.bypass_cache(self._descriptor, True)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes, which may change as soon as this returns."""
+        """Append bytes, which may change as soon as this returns; an error may come with a later call, `finish` at the latest."""
         data_N = np.frombuffer(data, dtype=np.uint8)
+        self.size_bytes += data_N.size
         while data_N.size:
-            count = min(data_N.size, BLOCK_BYTES - self._filled)
-            self._block_N[self._filled : self._filled + count] = data_N[:count]
+            count = min(data_N.size, _PART_BYTES - self._filled)
+            self._part.memory_N[self._filled : self._filled + count] = data_N[:count]
             self._filled, data_N = self._filled + count, data_N[count:]
-            if self._filled == BLOCK_BYTES:
+            if self._filled == _PART_BYTES:
                 self._hand_on()
 
     def finish(self) -> str:
         """Bring everything to the device; returns the SHA-256 in hexadecimal."""
         if self._filled:
-            self._disk.bypass_cache(self._descriptor, False)
+            self._writer.submit(self._disk.bypass_cache, self._descriptor, False).result()
             self._hand_on()
+        for part in self._parts:
+            part.vacate()
         return super().finish()
 
     def _hand_on(self) -> None:
-        super().write(self._block_N[: self._filled].data)
-        self._block_N, self._filled = next(self._blocks), 0
+        data = self._part.memory_N[: self._filled].data
+        hashing = self._pool.submit(self._digest.update, data)
+        self._part.under_way += [hashing, self._writer.submit(self._disk.write, self._descriptor, data)]
+        self._part, self._filled = next(self._next), 0
+        self._part.vacate()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._writer.shutdown(wait=True, cancel_futures=True)
+        super().__exit__(kind, error, trace)
 
 
 def new_file(path: Place, disk: Disk, size_bytes: int) -> HashedFile:

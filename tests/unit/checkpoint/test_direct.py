@@ -24,7 +24,7 @@ BLOCK = 4096
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page, and every file is large."""
-    monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(direct, "_PART_BYTES", BLOCK)
     monkeypatch.setattr(direct, "LARGE_BYTES", 1)
 
 
@@ -69,7 +69,11 @@ def test_other_errors_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with DirectFile(tmp_path / "file", LOCAL_DISK) as file:
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            file.write(memoryview(bytes(BLOCK)))
+            file.write(memoryview(bytes(9 * BLOCK)))
+    with DirectFile(tmp_path / "other", LOCAL_DISK) as file:
+        file.write(memoryview(bytes(BLOCK)))
+        with pytest.raises(OSError, match="No space left"):
+            file.finish()
 
 
 def test_a_checkpoint_of_large_files_reads_back(tmp_path: Path) -> None:
