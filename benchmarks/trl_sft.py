@@ -121,7 +121,7 @@ def render(result: dict[str, Any]) -> str:
             *lines,
             "",
             f"The sides took turns, {result['visits']} visits each. Tokens are those of the file: filling does not count. TRL",
-            "fills a batch up to its longest row; we fill rows to a fixed length, or pack documents into them, none seeing another.",
+            "fills a batch up to its longest row; we fill rows to a fixed length, or pack documents, none of which sees another.",
             "Whole steps without data loading and logs on either side; TRL's compute entropy and accuracy of tokens too, which",
             "cannot be switched off.",
             "",

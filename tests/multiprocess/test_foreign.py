@@ -76,6 +76,7 @@ def test_adapters_have_the_gradients_of_one_process(ranks: RankPool, family: str
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", sorted(FOREIGN))
 def test_every_layout_of_every_family(ranks: RankPool, family: str) -> None:
     recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})

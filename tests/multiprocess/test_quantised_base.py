@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,9 +25,8 @@ from shardwright.plan import BatchPlan, Plan
 from shardwright.verify import oracle
 from shardwright.verify.cases import DTYPES, Case
 from shardwright.verify.cell import Mutation
-from shardwright.verify.matrix import Report, verify
+from tests.multiprocess.adapter_cells import AdapterCell, hold
 from tests.multiprocess.bugs import assert_caught, assert_clean
-from tests.multiprocess.models import recipe_of
 from tests.multiprocess.pool import RankPool
 
 LLAMA: dict[str, Any] = {
@@ -43,55 +42,32 @@ MOE: dict[str, Any] = {
 ZBV = Layout(pp=2, schedule="zbv", virtual_stages=2)
 
 
-class Cell(NamedTuple):
-    """A model with adapters beside a base in 4 bits, a layout and a way of computing."""
-
-    config: dict[str, Any]
-    adapters: dict[str, Any]
-    layout: Layout
-    case: Case
-
-    def __str__(self) -> str:
-        """What pytest calls it."""
-        return f"{self.config['model_type']}-{self.adapters.get('kind', 'lora')}-{self.layout}-{self.case.recompute}"
-
+NF4 = {"rank": 3, "quantize": "nf4"}
 
 CELLS = [
-    Cell(LLAMA, {}, Layout(dp_shard=2, zero_stage=3), Case(2, "full")),
-    Cell(LLAMA, {"kind": "dora"}, Layout(tp=2), Case(2)),
-    Cell(MOE, {}, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), Case(1, documents=False)),
+    AdapterCell(LLAMA, NF4, Layout(dp_shard=2, zero_stage=3), Case(2, "full")),
+    AdapterCell(LLAMA, NF4 | {"kind": "dora"}, Layout(tp=2), Case(2)),
+    AdapterCell(MOE, NF4, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), Case(1, documents=False)),
 ]
 MORE = [
-    Cell(LLAMA, {}, Layout(dp_replicate=2), Case(1, "selective")),
-    Cell(LLAMA, {"dropout": 0.1}, Layout(cp=2, zero_stage=2), Case(2)),
-    Cell(LLAMA | {"num_hidden_layers": 4}, {"targets": ("q_proj",)}, ZBV, Case(4)),
-    Cell(LLAMA, {}, Layout(dp_shard=2, tp=2, zero_stage=1, sequence_parallel=False), Case(2)),
-    Cell(LLAMA, {"kind": "dora"}, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(2)),
-    Cell(MOE, {"kind": "rslora"}, Layout(dp_shard=2, ep=2), Case(2, "full")),
+    AdapterCell(LLAMA, NF4, Layout(dp_replicate=2), Case(1, "selective")),
+    AdapterCell(LLAMA, NF4 | {"dropout": 0.1}, Layout(cp=2, zero_stage=2), Case(2)),
+    AdapterCell(LLAMA | {"num_hidden_layers": 4}, NF4 | {"targets": ("q_proj",)}, ZBV, Case(4)),
+    AdapterCell(LLAMA, NF4, Layout(dp_shard=2, tp=2, zero_stage=1, sequence_parallel=False), Case(2)),
+    AdapterCell(LLAMA, NF4 | {"kind": "dora"}, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(2)),
+    AdapterCell(MOE, NF4 | {"kind": "rslora"}, Layout(dp_shard=2, ep=2), Case(2, "full")),
 ]
-
-
-def recipe_with(cell: Cell) -> Any:
-    return recipe_of(cell.config, adapters={"rank": 3, "quantize": "nf4"} | cell.adapters)
-
-
-def run(ranks: RankPool, cell: Cell, dtypes: tuple[str, ...], mutation: Mutation | None = None) -> Report:
-    """Hold the cell's adapters against one process with the same base."""
-    recipe = recipe_with(cell)
-    shape = shape_of(recipe)
-    case = replace(cell.case, tied=shape.tied_embeddings)
-    return verify(recipe, shape, [cell.layout], [case], list(dtypes), sequence_length=12, pool=ranks, mutation=mutation)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_adapters_beside_a_quantised_base(ranks: RankPool, cell: Cell) -> None:
-    assert_clean(run(ranks, cell, ("float32",)))
+def test_adapters_beside_a_quantised_base(ranks: RankPool, cell: AdapterCell) -> None:
+    assert_clean(hold(ranks, cell, ("float32",)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS + MORE, ids=str)
-def test_adapters_beside_a_quantised_base_under_every_cut(ranks: RankPool, cell: Cell) -> None:
-    assert_clean(run(ranks, cell, DTYPES))
+def test_adapters_beside_a_quantised_base_under_every_cut(ranks: RankPool, cell: AdapterCell) -> None:
+    assert_clean(hold(ranks, cell, DTYPES))
 
 
 @contextmanager
@@ -121,12 +97,12 @@ def scales_stay_whole() -> Iterator[None]:
 
 @pytest.mark.parametrize("mutation", [each_rank_quantises_its_own_part, scales_stay_whole])
 def test_another_base_is_found_out(ranks: RankPool, mutation: Mutation) -> None:
-    assert_caught(run(ranks, Cell(LLAMA, {}, Layout(tp=2), Case(1, documents=False)), ("float32",), mutation), "gradient")
+    assert_caught(hold(ranks, AdapterCell(LLAMA, NF4, Layout(tp=2), Case(1, documents=False)), ("float32",), mutation), "gradient")
 
 
-def held_bytes(cell: Cell) -> tuple[int, int, dict[str, Tensor]]:
+def held_bytes(cell: AdapterCell) -> tuple[int, int, dict[str, Tensor]]:
     """Bytes of frozen projections on this rank, their elements in the whole model, and what the ranks' bytes together mean."""
-    shape = shape_of(recipe_with(cell))
+    shape = shape_of(cell.recipe)
     with torch.device("meta"):
         decoder = Decoder(shape, compute_dtype=torch.bfloat16)
     specs = {spec.name: spec for spec in shape.parameters()}
@@ -153,7 +129,7 @@ def held_bytes(cell: Cell) -> tuple[int, int, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero_stage=3), Layout(tp=2)], ids=str)
 def test_ranks_hold_their_share_of_four_bits_of_the_same_base(ranks: RankPool, layout: Layout) -> None:
-    cell = Cell(LLAMA | {"hidden_size": 64}, {}, layout, Case(1))
+    cell = AdapterCell(LLAMA | {"hidden_size": 64}, NF4, layout, Case(1))
     _, num_elements, expected = held_bytes(cell._replace(layout=Layout()))
     for num_bytes, _, whole in ranks.run(2, held_bytes, cell):
         assert num_bytes * 8 / num_elements == 4.5 / 2

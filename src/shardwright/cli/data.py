@@ -277,6 +277,8 @@ def _sides(recipe: Recipe, prepared: Prepared) -> Table:
     ):
         if any(counts):
             row(label, *(f"[yellow]{count:,}[/]" if count else "0" for count in counts))
+    if any(side.counts.num_weighted for side in found):
+        row("tokens of another loss weight than 1", *(f"{side.counts.num_weighted:,}" for side in found))
     if any(side.counts.num_unknown for side in found):
         row("unknown tokens", *(f"[yellow]{side.counts.num_unknown:,}[/]" for side in found))
     return table

@@ -66,6 +66,9 @@ class DataSection(Section):
     overlong: Literal["cut", "drop", "refuse"] = "cut"
     """A document longer than sequence_length is cut into rows that do not see each other, or left out, or an error; the
     first two are counted. For `packing: documents` and `none`."""
+    max_record_characters: Positive | None = 1_000_000
+    """A conversation, pair or completion of more characters is set aside as broken, since one such slip would make up most of a
+    run; null takes any. Plain text may be of any length."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """What is learnt of a conversation: the assistant's turns (of a pair, the response), its last turn, or every token.
     A turn's own `loss_weight` decides before that. Plain text is always learnt whole."""

@@ -61,7 +61,8 @@ class Records(NamedTuple):
             field=field,
             got=f"{self.num_broken} of {self.num_records} broken, {self.broken_fraction:.1%}",
             allowed=f"{max_broken_fraction:.1%}, data.max_broken_fraction",
-            remedy="Set text_field of the source to the field that holds the text, or its `records` and `columns`"
+            remedy="A source holds records of one kind: say in its text_field, or its `records` and `columns`, which columns hold "
+            "what, and give records of another kind a source of their own"
             if self.broken[0].reason.startswith("no field")
             else "Mend them, or raise data.max_broken_fraction to set them aside",
         )

@@ -111,7 +111,10 @@ def is_prepared(recipe: Recipe) -> bool:
 def _key(recipe: Recipe, sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None) -> str:
     """Names the tokens in the cache by all that they depend on."""
     spec: Any = given.content_hash if given is not None else [recipe.tokenizer.kind, recipe.tokenizer.vocab_size]
-    rendering = [recipe.data.supervise, template and [template.text, dict(template.variables)]] if sources.with_records else []
+    rendering: list[Any] = []
+    if sources.with_records:
+        written = template and [template.text, dict(template.variables)]
+        rendering = [recipe.data.supervise, written, recipe.data.max_record_characters]
     return key_of([CACHE_VERSION, sources.key, spec, *rendering])
 
 
@@ -246,7 +249,8 @@ def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate
         tokenizer.save(folder / "tokenizer")
     encode: Encode | None = None
     if sources.with_records:
-        encoder = Encoder(tokenizer, template, sources.recipe.data.supervise)
+        section = sources.recipe.data
+        encoder = Encoder(tokenizer, template, section.supervise, section.max_record_characters)
         encode = partial(encode_in_order, encoder, num_workers=sources.recipe.data.num_workers)
     records = [corpus.training.records, *([corpus.validation.records] if corpus.validation else [])]
     sides: tuple[Side, ...] = ("train", "validation")

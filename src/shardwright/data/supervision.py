@@ -51,10 +51,14 @@ class Encoder:
     Args:
         template: for conversations; None joins a pair line by line and refuses conversations.
         supervise: the assistant's turns, its last turn, or everything.
+        max_characters: of a record; longer ones are set aside, but for given ids. None takes any.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, supervise: Supervise) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, supervise: Supervise, max_characters: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._max_characters = max_characters
         self._template = template
         self._supervise = supervise
         self._control_tokens = sorted(tokenizer.control_tokens, key=len, reverse=True)
@@ -67,6 +71,8 @@ class Encoder:
             Unusable: why the record is set aside.
             TokenizerError: what is wrong with template or tokenizer, whatever the record.
         """
+        if self._max_characters is not None and len(content) > self._max_characters and canonical != "tokens":
+            raise Unusable(f"{len(content):,} characters, where data.max_record_characters allows {self._max_characters:,}")
         record = json.loads(content)
         if canonical == "preference":
             return self._encode_preference(record)

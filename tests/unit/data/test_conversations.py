@@ -84,7 +84,7 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path, form: str) -> 
     assert len(found.train) == len(expected.train)
     for index in range(len(found.train)):
         for one, other in zip(found.train.sample(index), expected.train.sample(index), strict=True):
-            assert (one == other).all()
+            assert np.array_equal(one, other)
 
 
 def test_the_second_time_nothing_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +196,19 @@ def test_loss_weights_reach_the_tokens_of_their_turns(tmp_path: Path, packing: s
     assert batch.arguments()["weights_BT"] is batch.weights_BT
 
 
+def test_an_enormous_record_is_set_aside_by_file_and_line(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.jsonl", *CHATS, {"messages": turns("a", "b" * 5000)})
+    with pytest.raises(DataError, match=r"a\.jsonl:41 5,\d+ characters, where data\.max_record_characters allows 5,000.*1 of 41"):
+        prepare(chat_recipe(tmp_path, path, max_record_characters=5000))
+    prepared = prepare(chat_recipe(tmp_path, path, max_record_characters=5000, max_broken_fraction=0.03))
+    assert learnt(prepared) == answers(CHATS)
+    assert prepare(chat_recipe(tmp_path, path, max_record_characters=None)).report.records.num_broken == 0
+
+
 def test_without_weights_nothing_is_weighed(tmp_path: Path) -> None:
-    prepared = prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS, weighted(1), weighted(0.0) | {"a": 1})))
+    unheard = [{"role": "user", "content": "a", "loss_weight": 0.0}, {"role": "assistant", "content": "b"}]
+    path = write_records(tmp_path / "a.jsonl", *CHATS, weighted(1), {"messages": unheard})
+    prepared = prepare(chat_recipe(tmp_path, path))
     assert prepared.train.sample(0).weights is None
     assert not list((tmp_path / "cache").rglob("*.weights"))
 
