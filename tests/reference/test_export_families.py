@@ -63,7 +63,7 @@ def make_theirs(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> 
     fields = (SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})) | {
         "tie_word_embeddings": tied
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=dtype, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("bias"))):
@@ -84,7 +84,10 @@ def load_ours(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSh
 
 def load_theirs(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """`from_pretrained`, which must find every tensor it wants and want every tensor it finds."""
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    # Older versions hand gemma2 to a kernel that leaves its soft caps out.
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
     assert not any(loading.values()), loading
     return model.eval()
 

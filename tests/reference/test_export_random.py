@@ -20,7 +20,9 @@ from shardwright.model.export import write_folder
 pytestmark = pytest.mark.long
 
 MAX_TOKENS = 24
-WINDOWED = {"mistral", "gemma2", "gemma3_text", "phi3"}
+WINDOWED = {"mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "gpt_oss"}
+WIDE_HEADS = {"llama", "mistral", "qwen3", "gemma2", "gemma3_text", "smollm3", "mixtral", "qwen3_moe", "gpt_oss"}
+"""Families whose head_dim is free of the width."""
 
 
 @st.composite
@@ -45,19 +47,60 @@ def common(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": draw(st.sampled_from([None, 0, 2])),
     }
-    if family in ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "smollm3") and draw(st.booleans()):
+    if family in WIDE_HEADS and draw(st.booleans()):
         fields["head_dim"] = 2 * draw(st.integers(2, 8))
         # transformers refuses some families' widths that are no multiple of the heads, even with head_dim given.
         fields["hidden_size"] = heads * draw(st.integers(4, 12))
     else:
         fields["head_dim"] = head_dim
-        if family in ("qwen2", "phi3", "olmo2", "granite"):
+        if family in ("qwen2", "phi3", "olmo2", "granite", "olmoe", "deepseek_v3"):
             del fields["head_dim"]
     if draw(st.booleans()) and family not in ("gemma3_text",):
         fields["rope_theta"] = draw(st.sampled_from([100.0, 10_000.0, 1e6]))
     if family in WINDOWED:
         fields["sliding_window"] = draw(st.integers(1, 30))
     return fields
+
+
+@st.composite
+def experts(draw: st.DrawFn, family: str, heads: int) -> dict[str, Any]:
+    """What a sparse family's file says beside the common fields."""
+    per_group, groups = draw(st.integers(2, 3)), draw(st.integers(1, 3))
+    num_experts = per_group * groups
+    fields: dict[str, Any] = {"num_experts_per_tok": draw(st.integers(1, min(num_experts, 3)))}
+    if family in ("mixtral", "gpt_oss"):
+        return fields | {"num_local_experts": num_experts}
+    fields["norm_topk_prob"] = draw(st.booleans())
+    if family == "olmoe":
+        return fields | {"num_experts": num_experts, "attention_bias": draw(st.booleans())}
+    fields["moe_intermediate_size"] = draw(st.integers(4, 20))
+    if family == "qwen3_moe":
+        return fields | {
+            "num_experts": num_experts,
+            "decoder_sparse_step": draw(st.integers(1, 2)),
+            "mlp_only_layers": draw(st.sampled_from([[], [0]])),
+            "attention_bias": draw(st.booleans()),
+        }
+    chosen = draw(st.integers(1, groups))
+    return fields | {
+        "num_key_value_heads": heads,
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": min(fields["num_experts_per_tok"], chosen * per_group),
+        "n_group": groups,
+        "topk_group": chosen,
+        "n_shared_experts": draw(st.integers(1, 2)),
+        "first_k_dense_replace": draw(st.integers(0, 2)),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "q_lora_rank": draw(st.sampled_from([None, 7, 20])),
+        "kv_lora_rank": draw(st.integers(4, 12)),
+        "qk_nope_head_dim": draw(st.integers(2, 8)),
+        "qk_rope_head_dim": 2 * draw(st.integers(1, 4)),
+        "v_head_dim": draw(st.integers(2, 9)),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+SPARSE = {"mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"}
 
 
 @st.composite
@@ -84,6 +127,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         }
     fields = {"model_type": family, **draw(common(family))}
     layers = fields["num_hidden_layers"]
+    if family in SPARSE:
+        fields |= draw(experts(family, fields["num_attention_heads"]))
     if family == "gpt_neox":
         for name in ("num_key_value_heads", "rms_norm_eps", "head_dim", "rope_theta"):
             fields.pop(name, None)
@@ -145,7 +190,9 @@ def test_random_configurations(family: str) -> None:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             out = Path(folder) / "out"
             write_folder(out, shape, tensors.__getitem__, dtype=torch.float32, max_shard_bytes=5000)
-            theirs, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+            theirs, loading = AutoModelForCausalLM.from_pretrained(
+                out, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
+            )
             assert not any(loading.values()), loading
             for name, parameter in decoder.named_parameters():
                 parameter.copy_(tensors[name])

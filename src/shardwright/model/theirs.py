@@ -121,12 +121,14 @@ def build_module(shape: ForeignShape, *, eager: bool = False) -> nn.Module:
 
 
 def load_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
-    """A folder's model in float32 as its users will load it, and what transformers says of its tensors."""
+    """A folder's model in float32 as its users will load it, and what transformers says of its tensors.
+
+    With its plain attention: older versions hand gemma2 to a kernel that leaves its soft caps out.
+    """
     from transformers import AutoModelForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
-    )
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     return loaded
 
 
@@ -295,11 +297,12 @@ def _pass_through(module: nn.Module, head: nn.Module) -> tuple[bool, set[str]]:
     linear = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
     handles = [part.register_forward_pre_hook(note(name)) for name, part in linear]
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
-    # Given a mask, most classes ask for no values to make theirs.
+    # Given a mask, most classes ask for no values to make theirs; some count positions from it, unless they are given, too.
     mask = torch.zeros(1, 1, _PROBE_TOKENS, _PROBE_TOKENS, device="meta")
+    positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
     head.forward = give_back
     plain = False
-    for given in ({}, {"attention_mask": mask}):
+    for given in ({}, {"attention_mask": mask}, {"attention_mask": mask, "position_ids": positions}):
         seen.clear()
         called.clear()
         with torch.no_grad(), contextlib.suppress(Exception):
