@@ -26,7 +26,7 @@ from benchmarks.planner_parameters import PARAMETERS, START, Parameter
 from shardwright.planner import achieved
 from shardwright.planner.achieved import Efficiencies, load_efficiencies
 from shardwright.planner.measurements import Case, configuration, read_case, read_rows
-from shardwright.planner.published import predict_case
+from shardwright.planner.published import memory_bytes, predict_case
 from shardwright.units import GIB_BYTES
 
 FACTORS = (1.15, 1.08, 1.04)
@@ -84,13 +84,10 @@ def load_rows(folder: Path) -> list[Row]:
     return rows
 
 
-METRICS = {"allocated": "live", "reserved": "reserved", "device": "total"}
-
-
 def errors_of(row: Row, efficiencies: Efficiencies) -> Errors:
     """One row's errors under some efficiencies."""
     prediction = predict_case(row.case, efficiencies)
-    predicted_gib = getattr(prediction.memory, METRICS[row.case.metric]) / GIB_BYTES
+    predicted_gib = memory_bytes(row.case, prediction, efficiencies) / GIB_BYTES if row.memory_gib else 0.0
     speed = prediction.tokens_per_second_per_gpu
     judged = row.case.source in ("aleph-layouts", "litgpt", "bloom-prequel")
     return Errors(

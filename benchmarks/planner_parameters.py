@@ -77,6 +77,9 @@ OTHERS = (
         Parameter("features", f"nemo-{release}", "expert_share", 0.3, 1.0)
         for release in ("25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
     ),
+    # Grouped products in 4-bit floats, and all that stays in 8 bits beside them.
+    Parameter("features", "nvfp4 experts", "expert_share", 0.1, 1.0),
+    Parameter("features", "nvfp4 experts", "matmul_share_by_precision", 0.05, 0.98, "nvfp4"),
     # The kernels of 2023 on the first H100.
     Parameter("features", "llm-foundry on Hopper", "matmul_share", 0.3, 0.95),
     Parameter("features", "llm-foundry on Hopper", "matmul_share_by_precision", 0.1, 0.95, "fp8"),

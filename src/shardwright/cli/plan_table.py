@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "workspaces", "reserve")
 _SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspaces": "work", "tensor": "tp", "context": "cp"}
 _SHORT |= {"expert": "ep", "pipeline": "pp", "overhead": "other"}
-_TIME = ("compute", "tensor", "context", "expert", "pipeline", "data", "bubble", "optimizer", "overhead")
+_TIME = ("compute", "tensor", "context", "expert", "pipeline", "data", "bubble", "optimizer", "reference", "overhead")
 _HIDDEN = ("hidden_tensor", "hidden_context", "hidden_expert", "hidden_pipeline", "hidden_data")
 
 

@@ -78,7 +78,7 @@ def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) 
         candidate.micro_batch_size,
         candidate.sequence_length,
         candidate.recompute,
-        candidate.activation_bytes,
+        candidate.precision,
         candidate.document_tokens,
         candidate.flash_attention,
         candidate.engine,
@@ -114,6 +114,9 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
     if candidate.recompute == "full":
         return LayerActivations(residual, plain - residual, gradients)
     # Selective: the block's input, results of products, attention's output; each branch ends in a product over the residual stream.
+    if candidate.precision == "nvfp4" and not engine.keeps_fp4_products:
+        kept = residual + attention.output
+        return LayerActivations(kept, max(0.0, plain - kept), gradients)
     share = engine.selective_share
     kept = residual + share * (attention.products + inner_products + 2 * _branch_output(candidate, facts))
     return LayerActivations(kept, max(0.0, plain - residual - share * (attention.products + inner_products)), gradients)
@@ -160,11 +163,13 @@ def _branch_output(candidate: Candidate, facts: ModelFacts) -> float:
 
 @dataclass(frozen=True)
 class _Attention:
-    """Bytes of one layer's attention: all that is kept, what of it are results of products and attention, gradients in flight."""
+    """Bytes of one layer's attention: all that is kept, what of it are results of products and attention, gradients in flight, and
+    the output of the kernel with its log-sum-exp."""
 
     kept: float
     products: float
     gradients: float
+    output: float
 
     @staticmethod
     def of(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> _Attention:
@@ -196,7 +201,8 @@ class _Attention:
             bent = size if shape.attention_soft_cap is not None else 0
             kept += scores * (max(size, 4) + cast + bent) + 2 * tokens * (queries - attended_keys) * size
             products += scores * size
-        return _Attention(kept, products, tokens * (2 * queries + 2 * keys) * size)
+        output = tokens * (queries * size + 4 * heads)
+        return _Attention(kept, products, tokens * (2 * queries + 2 * keys) * size, output)
 
 
 def _latent_attention(facts: ModelFacts, candidate: Candidate) -> _Attention:
@@ -213,7 +219,8 @@ def _latent_attention(facts: ModelFacts, candidate: Candidate) -> _Attention:
     results = (
         (latent.query_rank or 0) + latent.key_value_rank + latent.rope_dim + heads * head_dim + made + heads * latent.value_dim
     )
-    return _Attention(kept, tokens * (results * size + 4 * heads), tokens * attended * size)
+    output = tokens * heads * (latent.value_dim * size + 4)
+    return _Attention(kept, tokens * (results * size + 4 * heads), tokens * attended * size, output)
 
 
 def _feed_forward(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float, float]:

@@ -7,12 +7,17 @@ from typing import Literal
 
 from shardwright.config.schema import RecomputeKind
 from shardwright.layout import Layout
+from shardwright.planner.stage_rules import StageRule
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
 """Of matrix products. fp8 and nvfp4 keep activations, and all but the products, in bf16."""
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd", "sgd_momentum"]
 Offload = Literal["none", "optimizer", "parameters"]
+
+Reference = Literal["none", "frozen", "adapter_off"]
+"""What a preference run is held to: nothing (no preferences), a frozen copy of the model, or the model without its adapters. Either
+answers every micro-batch once before the model sees the first; the copy takes memory."""
 
 STATE_BYTES: dict[OptimizerKind, float] = {
     "adamw": 8.0,
@@ -78,12 +83,18 @@ class Engine:
     """Under sequence parallelism the gathered input of the column-cut products is kept, rather than gathered again."""
     logit_bytes: float = 8.0
     """Per logit, where the loss holds all of them at once (`loss_chunk_tokens` None)."""
+    cut_logit_bytes: float | None = None
+    """The same where tensor-parallel ranks hold a part of the vocabulary each; None: alike."""
+    keeps_fp4_products: bool = True
+    """Whether `recompute: selective` knows the products in 4-bit floats: what a list of operators does not name is done again."""
     whole_logits: bool = False
     """Tensor-parallel ranks gather the logits of the whole vocabulary before the loss."""
     loads_whole: bool = False
     """Whole weights are loaded on every rank before they are sharded, and the allocator never gives that room back."""
     node_dispatch: bool = False
     """Tokens that several experts of one node wait for cross to that node once (DeepEP, HybridEP)."""
+    stage_rule: StageRule = "weighed"
+    """How layers are dealt to pipeline stages."""
     defers_stage_2: bool = False
     """zero_stage 2 reduces gradients once per step rather than with every micro-batch."""
 
@@ -108,6 +119,7 @@ class Candidate:
     optimizer: OptimizerKind = "adamw"
     adapter: Adapter | None = None
     offload: Offload = "none"
+    reference: Reference = "none"
     reduce_in_bf16: bool = False
     compile: bool = False
     flash_attention: bool = True

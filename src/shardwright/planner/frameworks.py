@@ -25,8 +25,8 @@ class Framework:
     engine: Engine
     engine_of_one_stage: Engine | None = None
     """Where it keeps other things without a pipeline."""
-    since_blackwell: Engine | None = None
-    """Where the releases that ran on Blackwell keep other things than those before."""
+    since_2025: Engine | None = None
+    """Where the releases that run on the accelerators of 2025 (H200, Blackwell) keep other things than those before."""
     zero_stage: ZeroStage = 1
     zero_stage_in_pipeline: ZeroStage | None = None
     """What a stated stage 3 is under pp: torchtitan gathers once per step there and keeps parameters whole between passes."""
@@ -40,20 +40,30 @@ class Framework:
     links: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-_MIXED = Engine(weight_bytes=2.0, master_bytes=4.0, casts_at_use=False)
+_MIXED = Engine(weight_bytes=2.0, master_bytes=4.0, casts_at_use=False, stage_rule="even")
 """Half-precision weights beside fp32 master weights that are sharded with the optimizer's states."""
 
 # fp32 gradients are summed beside bf16 ones that live until the step.
-_NANOTRON = replace(_MIXED, name="nanotron", gradient_bytes=6.0, reduce_bytes=4.0, whole_gradients=True)
+_NANOTRON = replace(_MIXED, name="nanotron", stage_rule="running_sum", gradient_bytes=6.0, reduce_bytes=4.0, whole_gradients=True)
+
+_TORCHTITAN = Engine(
+    "torchtitan",
+    gather_bytes=2.0,
+    reduce_bytes=4.0,
+    selective_share=0.58,
+    logit_bytes=14.0,
+    cut_logit_bytes=22.0,
+    keeps_fp4_products=False,
+    defers_stage_2=True,
+    stage_rule="even",
+)
 
 FRAMEWORKS: dict[str, Framework] = {
     "nanotron": Framework(
-        # Pipelined blocks keep their gated product, turned queries and keys and normed inputs once more, and gather again what
-        # sequence parallelism gathers; without a pipeline the gathered inputs are kept.
-        replace(
-            _NANOTRON, keeps_gathered_sequence=False, gated_tensors=4.0, rotary_tensors=2.0, norm_tensors=3.0, logit_bytes=13.0
-        ),
-        engine_of_one_stage=replace(_NANOTRON, rotary_tensors=1.0, logit_bytes=10.0),
+        # Beside what a block must keep: turned queries and keys twice, normed inputs once more. Without a pipeline also the inputs
+        # that sequence parallelism gathers, which pipelined blocks gather again.
+        replace(_NANOTRON, keeps_gathered_sequence=False, rotary_tensors=2.0, norm_tensors=3.0, logit_bytes=14.0),
+        engine_of_one_stage=replace(_NANOTRON, rotary_tensors=2.0, norm_tensors=3.0, logit_bytes=14.0),
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": Framework(
@@ -94,9 +104,11 @@ FRAMEWORKS: dict[str, Framework] = {
         zero_stage=3,
     ),
     "torchtitan": Framework(
-        # Logits in bf16 and fp32, their exponentials and gradient; since 2025 the compiled loss keeps two of these.
-        Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0, selective_share=0.58, logit_bytes=14.0),
-        since_blackwell=Engine("torchtitan", gather_bytes=2.0, reduce_bytes=4.0, selective_share=0.58, logit_bytes=4.0),
+        # Logits in bf16 and fp32, their exponentials and gradient; where the vocabulary is cut, shifted and log-softmax of them are
+        # tensors of their own. Since 2025 the compiled loss keeps two of these. Pipelines sum whole gradients in fp32 until the
+        # last micro-batch.
+        _TORCHTITAN,
+        since_2025=replace(_TORCHTITAN, logit_bytes=4.0, cut_logit_bytes=None),
         zero_stage=3,
         zero_stage_in_pipeline=2,
         recompute="selective",

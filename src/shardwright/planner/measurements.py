@@ -75,6 +75,8 @@ class Case:
     metric: MemoryMetric = "device"
     micro_batch_stated: bool = True
     recompute_stated: bool = True
+    first_rank: bool = False
+    """Whether the memory is that of the rank that writes the log, the first one, rather than the fullest's."""
     features: tuple[str, ...] = ()
     """Kernels and settings that have efficiencies of their own, in words of `efficiencies.yaml`."""
 
@@ -136,7 +138,8 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
     )
     cluster = _cluster(row, framework)
     layout = _layout(row, framework, shape, cluster)
-    shape = _fill_stages(shape, layout)
+    if framework.engine.stage_rule != "running_sum":
+        shape = _fill_stages(shape, layout)
     local = _whole(row, "notes.local_batch")
     micro = _whole(row, "micro_batch") or (max(1, local // layout.pp) if local else None)  # torchtitan: as many parts as stages
     return Case(
@@ -147,6 +150,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         candidate=_candidate(row, framework, layout, micro or 1, _recompute(row, framework)),
         cluster=cluster,
         metric=_metric(row["mem_metric"]),
+        first_rank="logging rank" in row["mem_metric"],
         micro_batch_stated=micro is not None,
         recompute_stated=row["recompute"] in ("none", "selective", "full") or not framework.recompute_varies,
         features=(f"{trainer} on {cluster.accelerator.generation}", *_features(row, shape)),
@@ -154,7 +158,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
 
 
 def _fill_stages(shape: ModelShape, layout: Layout) -> ModelShape:
-    """The shape with a layer for every stage: nanotron lets stages stand empty, whose pace the full ones set all the same."""
+    """The shape with a layer for every stage: empty ones would go at the full ones' pace all the same."""
     missing = layout.pp * (layout.virtual_stages or 1) - shape.num_layers
     return shape if missing <= 0 else replace(shape, layers=shape.layers + shape.layers[-1:] * missing)
 
@@ -276,8 +280,9 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
 
 
 def _engine(row: Mapping[str, str], framework: Framework, layout: Layout) -> Engine:
-    recent = "Blackwell" in find_node(row["gpu"] or _UNNAMED).accelerator.generation
-    special = (framework.since_blackwell if recent else None) or (framework.engine_of_one_stage if layout.pp == 1 else None)
+    accelerator = find_node(row["gpu"] or _UNNAMED).accelerator
+    recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
+    special = (framework.since_2025 if recent else None) or (framework.engine_of_one_stage if layout.pp == 1 else None)
     engine = special or framework.engine
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
@@ -307,6 +312,7 @@ def _features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
     named.append("latent_experts" if has_latent_experts(row["model_name"]) else "")
     named.append("power_limited" if "power limited" in row["gpu"] else "")
     named.append(f"nemo-{row['notes.release']}" if row["notes.release"] else "")
+    named.append("nvfp4 experts" if row["precision"] == "nvfp4" and shape.experts is not None else "")
     return tuple(name for name in named if name)
 
 

@@ -124,6 +124,8 @@ def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Sta
     master = candidate.master_bytes
     trained = held if candidate.adapter is None else adapter_elements(facts, candidate, load)
     weights = _weights(facts, candidate, load, held, trained)
+    if candidate.reference == "frozen":
+        weights *= 2  # built, cut and held as the model is
     gradient_bytes = engine.gradient_bytes if engine.gradient_bytes is not None else float(master)
     whole_gradients = stage == 0 or (stage == 1 and (engine.whole_gradients or candidate.gradient_accumulation_steps > 1))
     whole_gradients = whole_gradients or (stage == 2 and engine.defers_stage_2 and candidate.gradient_accumulation_steps > 1)
@@ -264,7 +266,8 @@ def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
     if candidate.loss_chunk_tokens is None:
         seen = shape.vocab_size if candidate.engine.whole_logits else vocab
-        return tokens * seen * candidate.engine.logit_bytes, 0.0
+        cut = candidate.engine.cut_logit_bytes if tp > 1 else None
+        return tokens * seen * (candidate.engine.logit_bytes if cut is None else cut), 0.0
     chunk = min(candidate.loss_chunk_tokens, tokens)
     plain = shape.logit_scale == 1.0 and shape.final_soft_cap is None
     wide = max(size, 4)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from shardwright.layout import Layout, Stage
+from shardwright.layout import Layout
 from shardwright.placement import stages_of
 from shardwright.planner.facts import ModelFacts
 from shardwright.planner.in_flight import kept_passes
 from shardwright.planner.memory import StageLoad
+from shardwright.planner.stage_rules import StageRule, deal_by_running_sum, deal_evenly
 from shardwright.schedule import Schedule, Times, load_schedule, seconds_of_step
 from shardwright.schedule.families import rank_of_stage
 
@@ -160,29 +161,33 @@ class PipelineShape:
         return tuple(fullest.values())
 
 
-def pipeline_of(facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int) -> PipelineShape:
-    """The pipeline of a layout; one stage where pp is 1.
+def pipeline_of(
+    facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int, rule: StageRule = "weighed"
+) -> PipelineShape:
+    """The pipeline of a layout; one stage where pp is 1. `rule` is how its trainer deals layers to stages.
 
     Raises:
         ScheduleError: a schedule that does not fit the micro-batches.
         LayoutError: fewer layers than stages.
     """
-    key = (layout.pp, layout.schedule, layout.virtual_stages, num_micro_batches, sequence_length)
+    key = (layout.pp, layout.schedule, layout.virtual_stages, num_micro_batches, sequence_length, rule)
     found = facts.pipelines.get(key)
     if found is None:
-        found = facts.pipelines[key] = _build(facts, layout, num_micro_batches, sequence_length)
+        found = facts.pipelines[key] = _build(facts, layout, num_micro_batches, sequence_length, rule)
     assert isinstance(found, PipelineShape)
     return found
 
 
-def _build(facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int) -> PipelineShape:
+def _build(facts: ModelFacts, layout: Layout, num_micro_batches: int, sequence_length: int, rule: StageRule) -> PipelineShape:
     if layout.pp == 1:
         everything = StageLayers(tuple(kind.count for kind in facts.kinds), embedding=True, head=True, rank=0)
         return PipelineShape("1f1b", 1, num_micro_batches, None, StageCut((everything,), 1))
-    key = ("stages", rank_of_stage(layout.schedule, layout.pp, layout.virtual_stages), sequence_length)
+    ranks = rank_of_stage(layout.schedule, layout.pp, layout.virtual_stages)
+    key = ("stages", ranks, sequence_length, rule)
     cut = facts.pipelines.get(key)
     if cut is None:
-        cut = facts.pipelines[key] = StageCut(_stages(facts, layout, sequence_length), layout.pp)
+        stages = _stages(facts, layout, sequence_length) if rule == "weighed" else _dealt(facts, ranks, rule)
+        cut = facts.pipelines[key] = StageCut(stages, layout.pp)
     assert isinstance(cut, StageCut)
     return PipelineShape(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages, cut)
 
@@ -191,12 +196,27 @@ def _stages(facts: ModelFacts, layout: Layout, sequence_length: int) -> tuple[St
     """The stages as the engine cuts them."""
     stages = stages_of(facts.shape, layout, sequence_length)
     assert stages is not None, layout
-    return tuple(StageLayers(_count(facts, stage), stage.embedding, stage.head, stage.rank) for stage in stages)
+    return tuple(StageLayers(_count(facts, stage.layers), stage.embedding, stage.head, stage.rank) for stage in stages)
 
 
-def _count(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
+def _dealt(facts: ModelFacts, ranks: Sequence[int], rule: StageRule) -> tuple[StageLayers, ...]:
+    """The stages as another trainer deals them."""
+    if rule == "even":
+        counts, last = deal_evenly(facts.shape.num_layers, len(ranks)), len(ranks) - 1
+    else:
+        costs = [sum(float(p.num_in * p.num_out) for p in facts.kinds[slot].products) for slot in facts.slot_of_layer]
+        counts, last = deal_by_running_sum(costs, float(facts.head.num_in * facts.head.num_out), len(ranks))
+    begin, stages = 0, []
+    for stage, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
+        layers = _count(facts, range(begin, begin + count))
+        stages.append(StageLayers(layers, embedding=stage == 0, head=stage == last, rank=rank))
+        begin += count
+    return tuple(stages)
+
+
+def _count(facts: ModelFacts, layers: range) -> tuple[int, ...]:
     counts = [0] * len(facts.kinds)
-    for layer in stage.layers:
+    for layer in layers:
         counts[facts.slot_of_layer[layer]] += 1
     return tuple(counts)
 

@@ -57,7 +57,8 @@ class Predictor:
 
     def pipeline(self, candidate: Candidate) -> PipelineShape:
         """Its stages and their schedule."""
-        return pipeline_of(self.facts, candidate.layout, candidate.gradient_accumulation_steps, candidate.sequence_length)
+        steps, rule = candidate.gradient_accumulation_steps, candidate.engine.stage_rule
+        return pipeline_of(self.facts, candidate.layout, steps, candidate.sequence_length, rule)
 
     def memory(self, candidate: Candidate, pipeline: PipelineShape) -> MemoryParts:
         """Of the fullest rank."""

@@ -13,7 +13,7 @@ class MemoryParts:
     """Peak bytes on the fullest rank, by part: what each part holds at the moment of the step when their sum is largest."""
 
     weights: float = 0.0
-    """Master weights (or the adapter's frozen base) that stay between steps."""
+    """Master weights (or the adapter's frozen base) that stay between steps, and a preference run's frozen reference."""
     gradients: float = 0.0
     optimizer: float = 0.0
     """Moments, and a second copy of the weights where the engine keeps one."""
@@ -65,6 +65,8 @@ class TimeParts:
     bubble: float = 0.0
     optimizer: float = 0.0
     """Norm, clip and update."""
+    reference: float = 0.0
+    """The forward passes of the model that preferences are held to, with their traffic and bubble."""
     overhead: float = 0.0
     """What is neither: the host between steps, stragglers."""
     hidden_tensor: float = 0.0
@@ -76,7 +78,7 @@ class TimeParts:
     @property
     def step(self) -> float:
         """Seconds of one optimizer step."""
-        return self.compute + self.exposed + self.bubble + self.optimizer + self.overhead
+        return self.compute + self.exposed + self.bubble + self.optimizer + self.reference + self.overhead
 
     @property
     def exposed(self) -> float:
@@ -142,6 +144,7 @@ class Prediction:
             "optimizer": candidate.optimizer,
             "adapter": None if candidate.adapter is None else asdict(candidate.adapter),
             "offload": candidate.offload,
+            "reference": candidate.reference,
             "runnable": candidate.runnable,
             "num_gpus": self.num_gpus,
             "fits": self.fits,

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 
 from shardwright.planner.achieved import Efficiencies, load_efficiencies
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.efficiency import Efficiency
+from shardwright.planner.facts import facts_of
 from shardwright.planner.measurements import Case
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.pipeline import pipeline_of
 from shardwright.planner.predict import predict
 from shardwright.planner.prediction import Prediction
 from shardwright.units import GIB_BYTES
@@ -38,9 +42,24 @@ class PredictedRow:
 def predict_row(case: Case, efficiencies: Efficiencies | None = None) -> PredictedRow:
     """One row's throughput, memory in the row's own metric, and whether it fits."""
     prediction = predict_case(case, efficiencies)
-    memory = {"allocated": prediction.memory.live, "reserved": prediction.memory.reserved, "device": prediction.memory.total}
     fits = prediction.fits or _fits_recomputed(case, prediction, efficiencies)
-    return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory[case.metric] / GIB_BYTES, fits)
+    memory_gib = memory_bytes(case, prediction, efficiencies) / GIB_BYTES
+    return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory_gib, fits)
+
+
+def memory_bytes(case: Case, prediction: Prediction, efficiencies: Efficiencies | None = None) -> float:
+    """What the row's own way to read memory would show: of its rank, its total."""
+    parts = prediction.memory
+    if case.first_rank:
+        facts, candidate = facts_of(case.shape), prediction.candidate
+        steps, rule = candidate.gradient_accumulation_steps, candidate.engine.stage_rule
+        first = pipeline_of(facts, candidate.layout, steps, candidate.sequence_length, rule).load_of(0)
+        parts = predict_memory(facts, candidate, first, _achieved(case, efficiencies))
+    return {"allocated": parts.live, "reserved": parts.reserved, "device": parts.total}[case.metric]
+
+
+def _achieved(case: Case, efficiencies: Efficiencies | None) -> Efficiency:
+    return (efficiencies or load_efficiencies()).of(case.cluster.accelerator, case.framework, case.features)
 
 
 def _fits_recomputed(case: Case, prediction: Prediction, efficiencies: Efficiencies | None) -> bool:
@@ -53,7 +72,7 @@ def _fits_recomputed(case: Case, prediction: Prediction, efficiencies: Efficienc
 
 def predict_case(case: Case, efficiencies: Efficiencies | None = None) -> Prediction:
     """The row's configuration; of what it does not state, the fastest choice that fits (the leanest where none does)."""
-    achieved = (efficiencies or load_efficiencies()).of(case.cluster.accelerator, case.framework, case.features)
+    achieved = _achieved(case, efficiencies)
     tried = [predict(case.shape, candidate, case.cluster, achieved) for candidate in choices(case)]
     fitting = [prediction for prediction in tried if prediction.fits]
     if fitting:

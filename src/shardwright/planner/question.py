@@ -11,7 +11,7 @@ from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plan import resolve_batch
-from shardwright.planner.candidate import Adapter, Candidate, OptimizerKind, Precision
+from shardwright.planner.candidate import Adapter, Candidate, OptimizerKind, Precision, Reference
 from shardwright.planner.space import Question
 
 
@@ -41,6 +41,7 @@ def template_of(
 ) -> Candidate:
     """A candidate with everything of the recipe that is not searched; its layout is that of one device."""
     section, training = recipe.layout, recipe.training
+    adapter = adapter or adapter_of(recipe)
     return Candidate(
         layout=Layout(
             wrap_blocks=section.wrap_blocks,
@@ -51,13 +52,21 @@ def template_of(
         sequence_length=training.sequence_length,
         precision=precision or recipe.precision.kind,
         optimizer=optimizer or _optimizer(recipe.optimizer),
-        adapter=adapter or adapter_of(recipe),
+        adapter=adapter,
         reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         compile=recipe.model.compile,
         flash_attention=recipe.model.attention != "explicit",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,
+        reference=_reference(recipe, adapter),
     )
+
+
+def _reference(recipe: Recipe, adapter: Adapter | None) -> Reference:
+    """What a recipe's preferences are held to; where it does not say, adapters are switched off, and a copy is held without any."""
+    if recipe.preference is None:
+        return "none"
+    return recipe.preference.reference or ("frozen" if adapter is None else "adapter_off")
 
 
 def adapter_of(recipe: Recipe) -> Adapter | None:

@@ -30,7 +30,7 @@ from shardwright.planner.activations import layer_activations
 from shardwright.planner.bounds import DataBound, PipelineBound, PipelineBounds, PipelineKey, overhead_of, together
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory import StageLoad, Standing, predict_memory, standing_of
-from shardwright.planner.pipeline import PipelineShape, pipeline_of, was_simulated
+from shardwright.planner.pipeline import PipelineShape, was_simulated
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.rules import schedules_for
@@ -278,7 +278,7 @@ class _Search:
             each = []
             for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation):
                 candidate = self.space.candidate(degrees, PLAIN, schedule=(name, virtual))
-                pipeline = pipeline_of(self.facts, candidate.layout, degrees.accumulation, candidate.sequence_length)
+                pipeline = self.predictor.pipeline(candidate)
                 each.append(_Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
             self._schedules[key] = _with_least(each, alone=degrees.pp == 1) if each else None
         return self._schedules[key]

@@ -150,7 +150,8 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulatio
     sends = 2 * num * send * (1 - network.efficiency.pipeline_overlap) if pipeline.num_ranks > 1 else 0.0
     waiting = max(0.0, makespan - busy[slowest])
     pipeline_exposed = min(waiting, sends)
-    spent = makespan + parts.data + parts.optimizer
+    reference = _reference_seconds(costs, pipeline, kinds)
+    spent = makespan + parts.data + parts.optimizer + reference
     nodes = max(1.0, candidate.layout.world_size / network.cluster.domain_size)
     return TimeParts(
         compute=parts.compute,
@@ -161,6 +162,7 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulatio
         data=parts.data,
         bubble=waiting - pipeline_exposed,
         optimizer=parts.optimizer,
+        reference=reference,
         overhead=network.efficiency.step_seconds
         + spent * network.efficiency.straggler_share * log2(nodes)
         + _congestion(candidate, network.efficiency),
@@ -170,6 +172,23 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulatio
         hidden_pipeline=max(0.0, 2 * num * send - pipeline_exposed) if pipeline.num_ranks > 1 else 0.0,
         hidden_data=parts.hidden_data,
     )
+
+
+def _reference_seconds(costs: StepCosts, pipeline: PipelineShape, kinds: list[_Passes]) -> float:
+    """Forward passes of all micro-batches through the reference: the slowest rank's, after the first has come down to it and before
+    the last has gone on. With everything sharded each gathers its parameters anew."""
+    candidate, cut = costs.candidate, pipeline.cut
+    if candidate.reference == "none":
+        return 0.0
+    going = [passes.seconds.forward for passes in kinds]
+    by_rank = [sum(going[cut.kind_of_stage[stage]] for stage in cut.held[rank]) for rank in cut.different_ranks]
+    once = sum(going[kind] for kind in cut.kind_of_stage)
+    num, layout = candidate.gradient_accumulation_steps, candidate.layout
+    exposed = 0.0
+    if layout.zero_stage == 3 and layout.fsdp > 1:
+        traffic = [rank_traffic(costs, pipeline.load_of(rank)) for rank in cut.different_ranks]
+        exposed = num * max(max(each.first, each.gather - mine) for each, mine in zip(traffic, by_rank, strict=True))
+    return num * max(by_rank) + (once - max(by_rank)) + exposed
 
 
 _COLLECTIVES_OF_A_PASS = 4

@@ -29,7 +29,8 @@ from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plan import Plan
 from shardwright.rehearse.collectives import Collective, Recorder
 from shardwright.rehearse.memory import Contribution, LiveBytes, phase
-from shardwright.train.step import accumulate_gradients, update
+from shardwright.train.preference import PreferenceObjective, wants_frozen_reference
+from shardwright.train.step import TOKENS, Objective, accumulate_gradients, update
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,14 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
     with _fake_ranks(rank, plan.layout.world_size):
         fake, live, recorder = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), Recorder()
         model = _build(recipe, shape, plan, _NoMemory(fake, live))
+        reference = None
+        if recipe.preference is not None and wants_frozen_reference(recipe):
+            reference = _build(recipe, shape, plan, _NoMemory(fake, live), frozen=True)
+        objective = _objective(recipe, model, reference)
         with fake, live.counting_resizes(), _Watch(live) as watch:
             weights_bytes = live.tell((parameter for _, parameter in model.named_parameters()), "weights")
+            if reference is not None:
+                weights_bytes += live.tell((parameter for _, parameter in reference.named_parameters()), "reference")
             live.begin()
             before = live.live_bytes
             optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1, cut=model)
@@ -67,7 +74,8 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
             optimizer_bytes = live.live_bytes - before
             watch.recorder = recorder
             with phase(live, "step"):
-                accumulate_gradients(model, _micro_batches(plan), seed=recipe.seed, step=0)
+                batches = _micro_batches(plan, in_documents=has_documents(recipe))
+                accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
             gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
             with phase(live, "update"):
                 update(model, optimizer, learning_rate=1e-4, max_grad_norm=recipe.training.max_grad_norm)
@@ -112,7 +120,23 @@ class _NoMemory(AbstractContextManager[None]):
         self._entered.close()
 
 
-def _build(recipe: Recipe, shape: ModelShape, plan: Plan, storage: AbstractContextManager[None] | None) -> ParallelModel:
+def has_documents(recipe: Recipe) -> bool:
+    """Whether rows hold several documents: packed ones, or the two responses of a pair."""
+    return recipe.data.packing == "documents" or recipe.preference is not None
+
+
+def _objective(recipe: Recipe, model: ParallelModel, reference: ParallelModel | None) -> Objective:
+    """What the trainer learns, with its reference."""
+    if recipe.preference is None:
+        return TOKENS
+    if reference is not None:
+        reference.decoder.eval()
+    return PreferenceObjective(recipe.preference, model, reference, recipe.model.loss_chunk_tokens)
+
+
+def _build(
+    recipe: Recipe, shape: ModelShape, plan: Plan, storage: AbstractContextManager[None] | None, *, frozen: bool = False
+) -> ParallelModel:
     """As the trainer builds it: cut and wrapped on the meta device, then given memory, which in a rehearsal is none."""
     precision = dtypes(plan.precision)
     with torch.device("meta"):
@@ -122,6 +146,8 @@ def _build(recipe: Recipe, shape: ModelShape, plan: Plan, storage: AbstractConte
             loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
             compute_dtype=precision.compute,
         )
+    if frozen:
+        decoder.requires_grad_(False)
 
     def fill(_name: str, bounds: Bounds) -> Tensor:
         return torch.empty([length for _, length in bounds], dtype=precision.param)
@@ -129,14 +155,18 @@ def _build(recipe: Recipe, shape: ModelShape, plan: Plan, storage: AbstractConte
     return apply_layout(decoder, plan, build_mesh(plan.layout, "cpu"), torch.device("cpu"), fill=fill, storage=storage)
 
 
-def _micro_batches(plan: Plan) -> list[MicroBatch]:
-    """Rows of the plan's sizes, every token supervised."""
+def _micro_batches(plan: Plan, *, in_documents: bool = False) -> list[MicroBatch]:
+    """Rows of the plan's sizes, every token supervised; of one document, or of two that are as long."""
     batch = plan.batch
     shape = (batch.micro_batch_size, batch.sequence_length)
     ids_BT = torch.zeros(shape, dtype=torch.int64)
     positions_BT = torch.arange(batch.sequence_length).expand(shape)
     samples_B = torch.arange(batch.micro_batch_size)
-    one = MicroBatch(ids_BT, ids_BT, positions_BT, None, samples_B, batch.micro_batch_size * batch.sequence_length)
+    documents_BT = None
+    if in_documents:
+        half = batch.sequence_length // 2
+        documents_BT, positions_BT = (positions_BT >= half).long(), positions_BT % max(1, half)
+    one = MicroBatch(ids_BT, ids_BT, positions_BT, documents_BT, samples_B, batch.micro_batch_size * batch.sequence_length)
     return [one] * batch.gradient_accumulation_steps
 
 

@@ -15,7 +15,7 @@ from shardwright.layout import AXES, RankGrid
 from shardwright.plan import Plan
 from shardwright.rehearse.agreement import Disagreement, find_disagreement
 from shardwright.rehearse.collectives import bytes_by_axis
-from shardwright.rehearse.rank import RankReport, rehearse_rank
+from shardwright.rehearse.rank import RankReport, has_documents, rehearse_rank
 from shardwright.rehearse.roles import Role, among, roles_of
 
 SCHEMA_VERSION = 1
@@ -129,6 +129,8 @@ def _assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator[str]
     if shape.experts is not None:
         spread = f"its tokens evenly, over {plan.layout.ep} ranks" if plan.layout.ep > 1 else "its tokens evenly"
         yield f"every expert gets {spread}: where loads are uneven the fullest rank holds more, and exchanges are longer"
-    if recipe.data.packing == "documents":
-        yield "rows are whole documents: several to a row need a mask of the row on top, where the kernel takes none without"
+    if has_documents(recipe):
+        yield "every row holds two documents of half its length; what they take does not depend on their lengths"
+        if shape.num_kv_heads < shape.num_heads:
+            yield "the mask of such rows makes CUDA's kernel want keys and values repeated to every head, which is not counted"
     yield "every token is supervised and every gradient finite"

@@ -17,7 +17,7 @@ from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seco
 
 _TIME_TONES = {
     "compute": "c0", "tensor": "c1", "context": "c3", "expert": "c5", "pipeline": "c4", "data": "c2", "bubble": "c6",
-    "optimizer": "quiet", "overhead": "grid",
+    "optimizer": "quiet", "reference": "ink", "overhead": "grid",
 }  # fmt: skip
 
 
@@ -82,9 +82,11 @@ def _memory(layouts: Sequence[Prediction]) -> Panel | None:
 def _time(layouts: Sequence[Prediction]) -> Panel | None:
     if not layouts:
         return None
-    bars = [Bar(p.candidate.describe(), tuple((name, 1000 * getattr(p.time, name)) for name in _TIME_TONES)) for p in layouts]
+    long = max(p.time.step for p in layouts) >= 2.0
+    unit, scale = ("seconds a step", 1) if long else ("ms a step", 1000)
+    bars = [Bar(p.candidate.describe(), tuple((name, scale * getattr(p.time, name)) for name in _TIME_TONES)) for p in layouts]
     pictures = draw_bars(
-        bars, unit="ms per step", write=lambda value: format_seconds(value / 1000), tones=_TIME_TONES, description="Time by part"
+        bars, unit=unit, write=lambda value: format_seconds(value / scale), tones=_TIME_TONES, description="Time by part"
     )
     rows = tuple((p.candidate.describe(), *(format_seconds(getattr(p.time, name)) for name in _TIME_TONES)) for p in layouts)
     note = "Traffic is what nothing hides."

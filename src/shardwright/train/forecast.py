@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import median
 
+from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
+from shardwright.config.layout import ClusterSection
 from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.automatic import cluster_of
 from shardwright.planner.candidate import Candidate
@@ -32,11 +35,17 @@ def forecast(checked: Checked) -> Prediction | None:
     Raises:
         InputError: a cluster that is not known, or that the ranks do not fill.
     """
-    recipe, plan = checked.recipe, checked.plan
+    recipe = checked.recipe
     if recipe.cluster is None:
         return None
-    cluster = cluster_of(recipe.cluster, plan.layout.world_size)
-    return predict(checked.shape, candidate_of_run(recipe, checked), cluster, load_efficiencies().of(cluster.accelerator))
+    return _predicted(checked.shape, candidate_of_run(recipe, checked), recipe.cluster)
+
+
+@lru_cache(maxsize=4)
+def _predicted(shape: ModelShape, candidate: Candidate, section: ClusterSection) -> Prediction:
+    """Kept: the run folder asks first, the comparison with the first steps a moment later."""
+    cluster = cluster_of(section, candidate.layout.world_size)
+    return predict(shape, candidate, cluster, load_efficiencies().of(cluster.accelerator))
 
 
 def forecast_memory(checked: Checked) -> MemoryParts:

@@ -118,7 +118,7 @@ def test_stages_of_zero_hold_what_they_say() -> None:
     load = StageLoad(tuple(kind.count for kind in facts.kinds))
     memory = {}
     for stage in (1, 2, 3):
-        layout = Layout(dp_shard=4, zero_stage=stage)  # type: ignore[arg-type]
+        layout = Layout(dp_shard=4, zero_stage=stage)
         memory[stage] = predict_memory(facts, Candidate(layout, 128, 1, 4), load, NOTHING_BESIDE)
     num = facts.num_parameters
     for parts in memory.values():

@@ -32,7 +32,7 @@ def test_what_the_planner_turns_down_the_engine_refuses(name: str, sequence_leng
         shards = ep if ep > 1 else 1
         for method in ("ring", "all_gather", "ulysses") if cp > 1 else ("auto",):
             layout = Layout(
-                tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=shards, zero_stage=3, sequence_parallel=parallel, cp_method=method  # type: ignore[arg-type]
+                tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=shards, zero_stage=3, sequence_parallel=parallel, cp_method=method
             )  # fmt: skip
             if (why_not(facts, layout, sequence_length, 8) is not None) != engine_refuses(shape, layout, sequence_length):
                 differ.append((str(layout), why_not(facts, layout, sequence_length, 8)))

@@ -57,6 +57,7 @@ class Case:
 
 LORA = {"adapters": {"rank": 8}}
 QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
+PREFERENCES = {"preference": {"kind": "dpo"}}
 CASES = [
     Case("llama", Layout(dp_replicate=2), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
@@ -68,8 +69,12 @@ CASES = [
     Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3)),
     Case("llama", Layout(dp_shard=4, zero_stage=3), also=LORA),
     Case("llama", Layout(), also=QLORA),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), also=PREFERENCES),
 ]
 MORE = [
+    Case("llama", Layout(dp_replicate=2), also=PREFERENCES, steps=2),
+    Case("llama", Layout(), also=LORA | PREFERENCES),
+    Case("llama", Layout(pp=2), also=PREFERENCES, steps=4),
     Case("tied", Layout(dp_shard=2, zero_stage=3)),
     Case("gemma2", Layout(), kind="fp32"),
     Case("gpt2", Layout(tp=2, dp_replicate=2), kind="fp32"),

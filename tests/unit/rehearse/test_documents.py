@@ -1,0 +1,54 @@
+"""Rows that hold several documents, and pairs of responses, are rehearsed as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.planner import models
+
+from shardwright.architecture import shape_of
+from shardwright.config.load import validate_recipe
+from shardwright.layout import Layout
+from shardwright.plan import BatchPlan, Plan
+from shardwright.rehearse.rank import RankReport, rehearse_rank
+
+TOKENS, ROWS = 256, 2
+
+
+def rehearsed(layout: Layout | None = None, **also: Any) -> RankReport:
+    recipe = validate_recipe(
+        {
+            "model": {"config": models.CONFIGS["llama"], "loss_chunk_tokens": 128},
+            "data": {"sources": ["nowhere"]},
+            "precision": {"kind": "fp32"},
+            "training": {"sequence_length": TOKENS, "micro_batch_size": ROWS, "learning_rate": 1e-3, "max_steps": 1},
+            **also,
+        }
+    )
+    layout = layout or Layout()
+    plan = Plan(layout, BatchPlan(TOKENS, ROWS, 2, layout.data_ranks), recipe.precision, "none")
+    return rehearse_rank(recipe, shape_of(recipe), plan, 0)
+
+
+def test_packed_rows_take_a_mask() -> None:
+    plain = rehearsed()
+    packed = rehearsed(data={"sources": ["nowhere"], "packing": "documents"})
+    # One number in the precision of the scores for each pair of positions of a row.
+    assert packed.peak_bytes - plain.peak_bytes == pytest.approx(ROWS * TOKENS * TOKENS * torch.float32.itemsize, rel=0.05)
+
+
+def test_a_frozen_reference_is_held_beside_the_model_and_answers_first() -> None:
+    layout = Layout(dp_shard=2, zero_stage=3)
+    plain, held = rehearsed(layout), rehearsed(layout, preference={"kind": "dpo"})
+    assert held.weights_bytes == 2 * plain.weights_bytes
+    assert held.optimizer_bytes == plain.optimizer_bytes
+    gathers = [sum(call.kind == "all_gather" for call in report.collectives) for report in (plain, held)]
+    assert gathers[1] > gathers[0]
+    assert plain.collectives[0].kind == held.collectives[0].kind
+
+
+def test_adapters_that_are_switched_off_hold_nothing_twice() -> None:
+    adapters = {"adapters": {"rank": 4}}
+    assert rehearsed(**adapters, preference={"kind": "dpo"}).weights_bytes == rehearsed(**adapters).weights_bytes
