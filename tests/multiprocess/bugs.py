@@ -39,5 +39,6 @@ def assert_caught(report: Report, caught_by: str) -> None:
 
 
 def assert_clean(report: Report) -> None:
-    """Fail unless every comparison passes."""
-    assert report.passed, [finding for cell in report.cells for finding in cell.findings if not finding.passed]
+    """Fail unless every comparison passes; what failed is told, or why a cell broke off."""
+    told = [cell.failure or [finding for finding in cell.findings if not finding.passed] for cell in report.cells if not cell.passed]
+    assert report.passed, told

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture import ModelShape, read_config, shape_of
 from shardwright.checkpoint.load import load_checkpoint
 from shardwright.checkpoint.pieces import Part
 from shardwright.checkpoint.save import save_checkpoint
@@ -30,7 +30,10 @@ from shardwright.parallel import matrices as matrices_module
 from shardwright.parallel.model import local_part
 from shardwright.parallel.reduce import narrow
 from shardwright.plan import BatchPlan, Plan
-from tests.multiprocess.models import GPT2, LLAMA, QWEN3
+from shardwright.verify.cases import Case
+from shardwright.verify.cell import Mutation
+from shardwright.verify.matrix import verify
+from tests.multiprocess.models import GPT2, LLAMA, QWEN3, recipe_of
 from tests.multiprocess.pool import RankPool
 
 MOE: dict[str, Any] = {
@@ -149,6 +152,21 @@ def test_a_rank_that_looks_at_its_own_part_only_is_found_out(ranks: RankPool, ru
     layout = Layout(dp_shard=2, zero_stage=3)
     got = ranks.run(2, weights_after, LLAMA, layout, rule, bug)[0]
     assert worst(weights_after(LLAMA, Layout(), rule), got) > 1e-3
+
+
+@pytest.mark.parametrize(("rule", "bug"), [("muon", own_pieces_only), ("adafactor", own_sums_only)])
+def test_verify_holds_the_recipes_rule_to_one_process(ranks: RankPool, rule: str, bug: Mutation) -> None:
+    recipe, layouts = recipe_of(LLAMA, optimizer=RULES[rule]), [Layout(dp_shard=2, zero_stage=3)]
+
+    def failing(mutation: Mutation | None) -> set[str]:
+        options: dict[str, Any] = {"sequence_length": 12, "pool": ranks, "mutation": mutation}
+        (cell,) = verify(recipe, shape_of(recipe), layouts, [Case(2)], ["float64"], **options).cells
+        assert cell.failure is None
+        assert f"weights after {rule}" in {finding.quantity for finding in cell.findings}
+        return {finding.quantity for finding in cell.findings if not finding.passed}
+
+    assert not failing(None)
+    assert failing(bug) == {f"weights after {rule}"}
 
 
 def save_after_two(config: dict[str, Any], layout: Layout, rule: str, root: str) -> str:

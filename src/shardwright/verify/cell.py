@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwright.config.training import OptimizerSection, PrecisionSection
@@ -77,6 +77,8 @@ def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation:
         findings = _verify_sgd(problem, layout, reference)
         if problem.dtype == "float64":
             findings += _verify_adamw(problem, layout, reference)
+        if has_rule(problem):
+            findings += _verify_rule(problem, layout, reference)
         findings += _verify_odd_steps(problem, layout)
     return findings
 
@@ -123,6 +125,45 @@ def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]
         Finding("learning rates", "worst parameter group", max(rates), 0.0),
         _compare_weights("weights after AdamW", model, reference, "adamw", allowed),
     ]
+
+
+def has_rule(problem: Problem) -> bool:
+    """Whether the recipe's update rule is held to one process too: in float64, one that looks at whole rows or matrices.
+
+    Not `adamw_8bit`: gradients that differ in the last bit may round to another code, which no tolerance tells from a bug.
+    """
+    return problem.dtype == "float64" and problem.optimizer.name in ("muon", "adafactor")
+
+
+def add_rule_reference(problem: Problem, reference_path: str) -> None:
+    """Add to a reference the weights (`rule.NAME`) after a few steps of the recipe's own rule, as the engine has them alone.
+
+    Not written out plainly as AdamW's are: what a layout changes is asked here, and what the rule is elsewhere
+    (`tests/unit/optim/test_cut.py`). Runs in one process.
+    """
+    reference = load_file(Path(reference_path))
+    model = _run_rule(problem, Layout(), range(problem.batch.data_ranks))
+    reference |= {f"rule.{name}": model.full_parameter(name).detach().contiguous() for name in model.layouts}
+    save_file(reference, Path(reference_path))
+
+
+def _run_rule(problem: Problem, layout: Layout, data_ranks: Sequence[int]) -> ParallelModel:
+    """The model after a few steps of the recipe's rule on what these data ranks read."""
+    model, rate = _build(problem, layout), LEARNING_RATES[0]
+    named = model.named_parameters()
+    optimizer = build_optimizer(named, problem.optimizer, learning_rate=rate, weight_decay=WEIGHT_DECAY, cut=model)
+    for step, rate in enumerate(LEARNING_RATES):
+        data, batch = problem.dataset, problem.batch
+        read = [one for data_rank in data_ranks for one in step_micro_batches(data, data.order, batch, step, data_rank)]
+        loss = accumulate_gradients(model, read, seed=problem.seed, step=step)
+        update(model, optimizer, learning_rate=rate, max_grad_norm=1.0, routers=loss.routers)
+    return model
+
+
+def _verify_rule(problem: Problem, layout: Layout, reference: dict[str, Tensor]) -> list[Finding]:
+    """Weights after a few steps of the recipe's rule, against one process's."""
+    model = _run_rule(problem, layout, [RankGrid(layout).data_rank(_rank(layout))])
+    return [_compare_weights(f"weights after {problem.optimizer.name}", model, reference, "rule", TOLERANCE[problem.dtype])]
 
 
 def _verify_odd_steps(problem: Problem, layout: Layout) -> list[Finding]:

@@ -18,7 +18,7 @@ from shardwright.placement import check
 from shardwright.plan import BatchPlan
 from shardwright.train.preflight import match_frozen
 from shardwright.verify.cases import Case, Dtype
-from shardwright.verify.cell import Finding, Mutation, verify_cell
+from shardwright.verify.cell import Finding, Mutation, add_rule_reference, has_rule, verify_cell
 from shardwright.verify.grid import SEQUENCE_LENGTH, Cell, by_reference, shape_of_model
 from shardwright.verify.oracle import Problem, write_reference
 from shardwright.verify.pool import RankPool
@@ -185,6 +185,8 @@ def verify(
         for problem, group in _problems(base, layouts, cases, dtypes):
             path = Path(folder, "reference.safetensors")
             pool.run(1, write_reference, problem, path)
+            if has_rule(problem):
+                pool.run(1, add_rule_reference, problem, str(path))
             for layout in group:
                 cell = _run_cell(problem, layout, path, pool, mutation)
                 report.cells.append(cell)
