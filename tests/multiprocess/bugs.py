@@ -40,5 +40,5 @@ def assert_caught(report: Report, caught_by: str) -> None:
 
 def assert_clean(report: Report) -> None:
     """Fail unless every comparison passes; what failed is told, or why a cell broke off."""
-    told = [cell.failure or [finding for finding in cell.findings if not finding.passed] for cell in report.cells if not cell.passed]
-    assert report.passed, told
+    failed = [cell for cell in report.cells if not cell.passed]
+    assert report.passed, [cell.failure or [found for found in cell.findings if not found.passed] for cell in failed]
