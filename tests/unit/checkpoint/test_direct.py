@@ -25,6 +25,7 @@ BLOCK = 4096
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page, and every file is large."""
     monkeypatch.setattr(direct, "_PART_BYTES", BLOCK)
+    monkeypatch.setattr(direct, "_spare", [])
     monkeypatch.setattr(direct, "LARGE_BYTES", 1)
 
 
