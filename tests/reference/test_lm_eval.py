@@ -1,0 +1,60 @@
+"""lm-evaluation-harness reads an exported folder, offline, and gives answers the log-probabilities that our decoder gives them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from shardwright.cli.main import run as shardwright
+from shardwright.errors import ExitCode
+from shardwright.train.source import load_decoder, open_source
+from tests.unit.train.finished import make_run
+
+QUESTIONS = [("abca", "defj"), ("jj", "a"), ("fedcba", "bc")]
+
+
+def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra `lm-eval` is not installed")
+    run, out, tasks = make_run(tmp_path / "made", precision="fp32").path, tmp_path / "out", tmp_path / "tasks"
+    assert shardwright(["export", str(run), "--out", str(out)]) == ExitCode.DONE
+    tasks.mkdir()
+    rows = "".join(json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in QUESTIONS)
+    (tasks / "rows.jsonl").write_text(rows)
+    task = {
+        "task": "local_answers",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tasks / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "perplexity"}],
+    }
+    (tasks / "local_answers.yaml").write_text(yaml.safe_dump(task))
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={out},dtype=float32"]
+    command += ["--tasks", "local_answers", "--include_path", str(tasks), "--device", "cpu", "--batch_size", "1"]
+    command += ["--output_path", str(tmp_path / "told"), "--log_samples"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (samples,) = (tmp_path / "told").rglob("samples_local_answers_*.jsonl")
+    found = {
+        sample["doc"]["question"]: float(sample["resps"][0][0][0]) for sample in map(json.loads, samples.read_text().splitlines())
+    }
+
+    source = open_source(run)
+    decoder, tokenizer = load_decoder(source, device=torch.device("cpu"), dtype=torch.float32), source.load_tokenizer()
+    for question, answer in QUESTIONS:
+        prompt, whole = tokenizer.encode(question), tokenizer.encode(question + answer)
+        with torch.no_grad():
+            log_probs_TV = torch.log_softmax(decoder(torch.tensor([whole]))[0, :-1].double(), dim=-1)
+        ours = log_probs_TV[range(len(whole) - 1), whole[1:]][len(prompt) - 1 :].sum()
+        assert found[question] == pytest.approx(float(ours), abs=1e-4)
