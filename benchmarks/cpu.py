@@ -29,12 +29,15 @@ from typing import Any
 from benchmarks.case import LLAMA_29M, Case, Precision
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
+from benchmarks.predicted import measured_cluster, predicted_row, told
 from benchmarks.table import write_page
+from shardwright.hardware import Cluster
 
 SCHEMA_VERSION = 1
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 """Relative; bf16 kernels round differently (autocast keeps some operations in fp32)."""
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+NUM_RANKS = 2
 NEEDS = {"deepspeed": "deepspeed", "trainer": "accelerate"}
 """Contender -> package it needs."""
 
@@ -89,10 +92,11 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         result["num_parameters"] = write_initial_weights(Path(folder), arguments)
+        cluster = measured_cluster(NUM_RANKS, Path(folder))
         for comparison in chosen:
             contenders = available(comparison, arguments.contender, result["skipped"])
             try:
-                measured = measure(replace(comparison, contenders=contenders), folder, arguments)
+                measured = measure(replace(comparison, contenders=contenders), folder, arguments, cluster)
             except RanksFailed as error:
                 failed += 1
                 print(f"{comparison.name} failed: {error}", file=sys.stderr)
@@ -162,8 +166,8 @@ def available(comparison: Comparison, wanted: list[str], skipped: dict[str, str]
     return tuple(kept)
 
 
-def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time the contenders in turn.
+def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace, cluster: Cluster | None = None) -> dict[str, Any]:
+    """Time the contenders in turn; beside ours what the planner predicts on `cluster`.
 
     Raises:
         RanksFailed: a rank died or hung, or a contender's first loss differs: it does not do the same work.
@@ -175,6 +179,7 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
             precision=comparison.precision,
             compile=comparison.compile,
             weights_dir=folder,
+            world_size=NUM_RANKS,
             sequence_length=arguments.sequence_length,
             micro_batch_size=arguments.micro_batch_size,
         )
@@ -195,6 +200,8 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
                 rows[contender]["blocks"].append(ranks.run_block(arguments.steps))
     for row in rows.values():
         summarise(row, cases[0].tokens_per_step, arguments.steps)
+    if cluster is not None and "shardwright" in rows:
+        rows["shardwright"]["predicted"] = predicted_row(replace(cases[0], contender="shardwright"), cluster)
     return {
         "name": comparison.name,
         "zero_stage": comparison.zero_stage,
@@ -258,6 +265,8 @@ def print_comparison(measured: dict[str, Any]) -> None:
         rate = f"{row['tokens_per_second']:8.0f} tok/s ({lowest:.0f} to {highest:.0f})"
         cost = f"{row['processor_seconds_per_step']:6.2f} processor s/step {row['peak_memory_bytes'] / 2**20:6.0f} MiB"
         print(f"  {name:24}{rate} {cost}  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}{ratio}", flush=True)
+        if "predicted" in row:
+            print(told(row), flush=True)
 
 
 if __name__ == "__main__":

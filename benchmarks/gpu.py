@@ -29,8 +29,10 @@ from typing import Any
 from benchmarks.case import Case
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
+from benchmarks.predicted import catalogued_cluster, predicted_row, told
 from benchmarks.shapes import SHAPES, TINY, Shape
 from benchmarks.table import write_page
+from shardwright.hardware import Cluster
 
 SCHEMA_VERSION = 1
 FIRST_LOSS_TOLERANCE = 0.02
@@ -171,8 +173,9 @@ def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str
         "cases": [],
     }
     failed = False
+    cluster = catalogued_cluster(result["device"]["name"]) if arguments.device == "cuda" else None
     for case in cases:
-        measured = measure(case, contenders, arguments)
+        measured = measure(case, contenders, arguments, cluster)
         failed |= any("failed" in row and "out of memory" not in row["failed"] for row in measured["contenders"].values())
         result["cases"].append(measured)
         ceilings = [measured["matmul_flops_per_second"] for measured in result["cases"]]
@@ -184,8 +187,8 @@ def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str
     return failed
 
 
-def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Visit the contenders in turn, `rounds` times; a failure is a row, not the end."""
+def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace, cluster: Cluster | None = None) -> dict[str, Any]:
+    """Visit the contenders in turn, `rounds` times; a failure is a row, not the end. Beside ours what the planner predicts."""
     visits: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -217,6 +220,10 @@ def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace)
         else:
             rows[contender] = summarise(replies, tokens, flops_per_token, ceiling)
     check_first_losses(case, rows)
+    if cluster is not None and "tokens_per_second" in rows.get("shardwright", {}):
+        rows["shardwright"]["predicted"] = predicted_row(
+            case.of_contender("shardwright", "", arguments.device), cluster, case.shape.config
+        )
     return {
         "name": case.name,
         "shape": case.shape_name,
@@ -301,6 +308,8 @@ def print_case(measured: dict[str, Any]) -> None:
             f"loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}",
             flush=True,
         )
+        if "predicted" in row:
+            print(told(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,14 @@ from shardwright.plan import resolve
 from shardwright.telemetry.events import Event, EventWriter
 from shardwright.telemetry.sinks import LogFile, PlainLines
 from shardwright.telemetry.speaker import LOG_NAME, Speaker
+from shardwright.train.devices import choose_device
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Loop
 from shardwright.train.meeting import Meeting
 from shardwright.train.preflight import Checked
 from shardwright.train.ranks import RankEnvironment, find_ranks
 from shardwright.train.saving import Saver
-from shardwright.train.setup import build_state, choose_device, join_ranks
+from shardwright.train.setup import build_state, join_ranks
 from shardwright.train.signals import StopRequest
 
 SEED = 0
