@@ -111,7 +111,9 @@ def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[s
 @pytest.mark.long
 def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> None:
     profile = tmp_path / "profiles" / "here.json"
-    done = run_doctor("--nproc", "2", "--layout", "tp=2", "--device", "cpu", "--json", "--calibrate", str(profile))
+    page = tmp_path / "doctor.html"
+    words = ["--nproc", "2", "--layout", "tp=2", "--device", "cpu", "--json", "--calibrate", str(profile), "--html", str(page)]
+    done = run_doctor(*words)
     told = json.loads(done.stdout)
     assert told["schema_version"] == 1
     assert done.returncode == (ExitCode.CHECK_FAILED if told["verdict"] == "fail" else ExitCode.DONE), done.stderr
@@ -123,6 +125,8 @@ def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> Non
     measured = load_profile(profile)
     assert {rate.num_ranks for rate in measured.collectives} == {2}
     assert {rate.precision for rate in measured.matmuls} == {"fp32", "bf16"}
+    assert {rate.row_tokens for rate in measured.attention} == {128, 512, 2048}
+    assert "Traffic over tp = all" in page.read_text()
 
 
 @pytest.mark.long

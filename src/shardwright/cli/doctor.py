@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
+from shardwright.cli.pages import HtmlOutput, write_page
 from shardwright.config import load_recipe
 from shardwright.config.layout import LayoutSection
 from shardwright.config.load import parse_layout
@@ -65,6 +66,7 @@ def doctor_command(
     checklist: Checklist = None,
     device: Device = "auto",
     timeout: TimeOut = 60.0,
+    html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Examine software, devices, hosts, links and peers, each line pass, warn or fail; exit code 1 on fail.
@@ -78,7 +80,7 @@ def doctor_command(
         if recipe is not None or calibrate is not None:
             other = "--recipe" if recipe is not None else "--calibrate"
             raise InputError("a checklist measures nothing", field="--checklist", got=other, remedy="Give one of the two")
-        _check_recipe(checklist, overrides, layout, nproc, json_output=json_output)
+        _check_recipe(checklist, overrides, layout, nproc, html=html, json_output=json_output)
         return
     if overrides and recipe is None:
         raise InputError("changes a recipe, and none is given", field="--set", remedy="Add --recipe")
@@ -97,7 +99,7 @@ def doctor_command(
     if ranks is not None and ranks.rank != 0:
         # This rank could not reach rank 0, so nobody else can say so.
         raise CheckFailed("; ".join(f"{f.value}. {f.remedy}" for f in diagnosis.findings if f.verdict == "fail"))
-    _tell(diagnosis, order, calibrate, json_output=json_output)
+    _tell(diagnosis, order, calibrate, html=html, json_output=json_output)
 
 
 def _world_size(nproc: int | None, ranks: RankEnvironment | None, section: LayoutSection | None, device: str) -> int:
@@ -146,16 +148,21 @@ def _resolve(section: LayoutSection | None, world_size: int) -> Layout:
     return resolve_layout(section, world_size)
 
 
-def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, json_output: bool) -> None:
+def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, html: Path | None, json_output: bool) -> None:
     from rich.console import Console
 
     from shardwright.cli.doctor_table import show
     from shardwright.hardware import save_profile
     from shardwright.probe.calibrate import profile_of
+    from shardwright.report.diagnosis import render_diagnosis
 
     console = Console(stderr=json_output)
     told = diagnosis.as_dict()
     show(diagnosis.findings, console)
+    if html is not None:
+        ranks = f"{diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}"
+        lead = f"{ranks} of {diagnosis.device_name or diagnosis.device_kind}, layout {diagnosis.layout or 'of one rank'}"
+        write_page(html, render_diagnosis("Doctor", lead, diagnosis.findings))
     if calibrate is not None:
         profile = profile_of(diagnosis, order)
         try:
@@ -164,21 +171,28 @@ def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, json_ou
         except OSError as error:
             raise InputError(f"cannot be written: {error.strerror}", field="--calibrate", got=str(calibrate)) from error
         told |= {"profile": str(calibrate)}
-        count = f"{len(profile.matmuls)} products and {len(profile.collectives)} collectives"
-        console.print(f"{count} measured: `shardwright plan RECIPE --cluster ... --profile {calibrate}`", highlight=False)
+        attention = f"{len(profile.attention)} lengths of attention"
+        counts = f"{len(profile.matmuls)} products, {attention} and {len(profile.collectives)} collectives"
+        console.print(f"{counts} measured. To plan with them:", highlight=False)
+        console.print(f"  shardwright plan RECIPE --cluster ... --profile {calibrate}", highlight=False, soft_wrap=True)
     _end(told, diagnosis.findings, json_output=json_output)
 
 
-def _check_recipe(path: Path, overrides: list[str] | None, layout: str | None, nproc: int | None, *, json_output: bool) -> None:
+def _check_recipe(
+    path: Path, overrides: list[str] | None, layout: str | None, nproc: int | None, *, html: Path | None, json_output: bool
+) -> None:
     checked = load_recipe(path, overrides or [], layout)
     from rich.console import Console
 
     from shardwright.cli.doctor_table import show
     from shardwright.probe.checklist import check_recipe
+    from shardwright.report.diagnosis import render_diagnosis
 
     world_size = nproc or _usual_ranks(None if checked.layout.auto else checked.layout, "auto")
     findings = check_recipe(checked, world_size, str(path))
     show(findings, Console(stderr=json_output))
+    if html is not None:
+        write_page(html, render_diagnosis(f"Checklist: {checked.name}", f"{path} on {world_size} ranks", findings))
     told = {"schema_version": 1, "recipe": checked.name, "world_size": world_size, "findings": [f.as_dict() for f in findings]}
     _end(told, findings, json_output=json_output)
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _NARROW = 100
 """Columns of a terminal below which names are folded earlier."""
+_TRAFFIC_NAMES, _TRAFFIC_COLUMN = 25, 11
+"""Columns that verdict and collective take of the table of traffic, and each size."""
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
@@ -65,7 +67,7 @@ def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -
         console.print(
             f"  over {axis}: {numbers['num_ranks']} ranks{where}; bus bandwidth in GB/s by message{beside}", highlight=False
         )
-        sizes = sorted({int(size) for finding in own for size in finding.numbers["bus_bytes_per_second"]})
+        sizes, left_out = _sizes_that_fit(own, console.width, beside_peak=peak is not None)
         table = Table(box=None, pad_edge=False, padding=(0, 1))
         table.add_column("", width=6, no_wrap=True)
         table.add_column("")
@@ -76,7 +78,22 @@ def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -
         for finding in own:
             table.add_row(*_traffic_row(finding, sizes, peak))
         console.print(table)
+        if left_out:
+            console.print(f"  {left_out} more sizes: a wider terminal, or --json", style="dim", highlight=False)
         _show_lines(console, [finding for finding in own if finding.verdict != "pass"], narrow)
+
+
+def _sizes_that_fit(findings: Sequence[Finding], width: int, *, beside_peak: bool) -> tuple[list[int], int]:
+    """Sizes of messages that so many columns have room for, and how many they have not; those of all collectives first."""
+    measured = [{int(size) for size in finding.numbers["bus_bytes_per_second"]} for finding in findings]
+    sizes = sorted(set().union(*measured))
+    room = max(2, (width - _TRAFFIC_NAMES - (_TRAFFIC_COLUMN if beside_peak else 0)) // _TRAFFIC_COLUMN)
+    if len(sizes) <= room:
+        return sizes, 0
+    shared = sorted(set.intersection(*measured)) or sizes
+    last = min(room, len(shared)) - 1
+    kept = sorted({shared[i * (len(shared) - 1) // max(1, last)] for i in range(last + 1)})
+    return kept, len(sizes) - len(kept)
 
 
 def _traffic_row(finding: Finding, sizes: Sequence[int], peak: float | None) -> list[Any]:

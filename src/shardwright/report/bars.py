@@ -11,7 +11,8 @@ from shardwright.report.scale import find_ticks, write_ticks
 from shardwright.report.shell import WIDTHS
 
 _ROW, _BAR, _LEGEND = 24, 16, 18
-_CHARACTER_PIXELS = 7.0
+_CHARACTER_PIXELS, _MARK_PIXELS = 7.0, 8.0
+"""Of a plain letter, and of a bold one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _draw(
 ) -> str:
     left = 12 + _CHARACTER_PIXELS * max((len(bar.label) for bar in bars), default=0)
     left = min(left, 0.4 * width)
-    right = width - 10 - _CHARACTER_PIXELS * max((len(bar.mark) for bar in bars), default=0)
+    right = width - 10 - _MARK_PIXELS * max((len(bar.mark) for bar in bars), default=0)
     highest = max((bar.total for bar in bars), default=0.0) or 1.0
     scale = (right - left) / highest
     names = [name for name in tones if any(name == part and value > 0 for bar in bars for part, value in bar.parts)]

@@ -106,6 +106,12 @@ def render_table(table: Table, *, open_: bool = False) -> str:
 def render_cells(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """A table that scrolls by itself where it is wider than the page."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_render_cell, row)) + "</tr>" for row in rows)
     of_kind = f' class="{kind}"' if kind else ""
     return f'<div class="scroll" tabindex="0"><table{of_kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _render_cell(cell: str) -> str:
+    """A cell; a verdict has its colour."""
+    verdict = f' class="{cell}"' if cell in ("pass", "warn", "fail") else ""
+    return f"<td{verdict}>{escape(cell)}</td>"

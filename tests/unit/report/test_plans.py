@@ -10,7 +10,9 @@ import pytest
 
 from shardwright.cli.main import run
 from shardwright.errors import ExitCode
-from tests.unit.report.test_page import Balanced
+from shardwright.probe.finding import Finding
+from shardwright.report.diagnosis import render_diagnosis
+from tests.unit.report.pages import Balanced
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -62,3 +64,28 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.Ca
     words = ["schedule", "1f1b", "--stages", "2", "--micro-batches", "4", "--html", str(tmp_path / "no" / "x.html")]
     assert run(words) == ExitCode.WRONG_INPUT
     assert "--html: the page cannot be written" in capsys.readouterr().err
+
+
+def test_an_examination_as_a_page() -> None:
+    bus = {"4096": 1e8, "1048576": 3e9}
+    numbers = {"axis": "dp_shard = all", "kind": "all_reduce", "num_ranks": 2, "bus_bytes_per_second": bus, "link": "nvlink4"}
+    lines = [
+        Finding("host", "cores", "pass", "2 cores for 2 ranks"),
+        Finding("rates", "products, bf16", "pass", "1 TFLOP/s", numbers={"flops_per_second": {0: 1e12, 1: 0.9e12}}),
+        Finding(
+            "collectives", "all_reduce over dp_shard = all", "fail", "3 <GB/s>", "Look", numbers | {"peak_bytes_per_second": 3e10}
+        ),
+        Finding("links", "slow link 0 -> 1", "warn", "1 GB/s", "Look at it"),
+    ]
+    page = render_diagnosis("Doctor", "2 ranks", lines)
+    check_whole(page)
+    assert re.findall(r'<section class="card[^"]*" id="([\w-]+)"', page) == [
+        "to-do", "section-host", "section-rates", "traffic-3", "section-links",
+    ]  # fmt: skip
+    to_do = page[page.index('id="to-do"') : page.index('id="section-host"')]
+    assert to_do.index('<td class="fail">fail</td>') < to_do.index('<td class="warn">warn</td>')
+    assert "3 &lt;GB/s&gt;" in to_do
+    assert page.count("<title>bf16, rank 1 pass: 900 GFLOP/s</title>") == 3  # drawn at every width
+    assert page.count(">10%</text>") == 3  # of the link
+    assert '<th scope="col">4.00 KiB</th>' in page
+    assert "Everything passes" in render_diagnosis("Doctor", "one", lines[:1])

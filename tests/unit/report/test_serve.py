@@ -19,7 +19,6 @@ from shardwright.errors import ExitCode, InputError
 from shardwright.report.serve import LivePage, LiveServer
 from shardwright.telemetry.events import EventWriter
 from tests.unit.report.samples import one_step, write_run
-from tests.unit.report.test_page import browser as browser
 
 
 @pytest.fixture

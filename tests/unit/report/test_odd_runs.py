@@ -1,0 +1,84 @@
+"""Runs that broke off, are being written, or say nothing: shown as far as they go, with a note; and a run's numbers in short."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwright.errors import InputError
+from shardwright.report.runs import load_runs, summarise
+from shardwright.telemetry.events import FILE_NAME, Evaluation, Warned
+from tests.unit.report.pages import Balanced, render
+from tests.unit.report.samples import falling, one_step, write_events, write_run
+from tests.unit.telemetry.samples import start_event
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [start_event()],
+        [one_step(1, 2.0)],
+        [start_event(), one_step(1, float("nan"))],
+        [start_event(), Evaluation(step=0, loss=3.0, perplexity=20.0, tokens=5, seconds=1.0)],
+        [Warned(message="alone")],
+        [start_event(), one_step(1, 2.0, memory_bytes=(), mfu=None), one_step(2, 2.0, memory_bytes=(1,))],
+        [start_event(world_size=64), *(one_step(i, 2.0, memory_bytes=tuple(range(1, 65))) for i in range(1, 30))],
+    ],
+    ids=["start only", "step only", "nan only", "evaluation only", "warning only", "ragged", "many ranks"],
+)
+def test_odd_runs_still_make_a_page(tmp_path: Path, events: list[object]) -> None:
+    page = render(write_events(tmp_path / "odd", events))  # type: ignore[arg-type]
+    Balanced().feed(page)
+    json.dumps(summarise(load_runs([tmp_path / "odd"])[0]), allow_nan=False)
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5)
+    with (run / FILE_NAME).open("a") as file:
+        file.write("garbage\n{half a li")
+    page = html.unescape(render(run))
+    assert "1 lines of" in page
+    assert "the last line has no end" in page
+
+
+def test_what_a_newer_version_wrote_is_shown_as_far_as_it_is_understood(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5)
+    newer = (run / FILE_NAME).read_text().replace('"schema_version": 1', '"schema_version": 7')
+    (run / FILE_NAME).write_text(newer + '{"schema_version": 7, "kind": "unheard_of"}\n')
+    page = html.unescape(render(run))
+    assert "a newer shardwright's (schema 7, this one knows 1)" in page
+    assert "1 events of unknown kind `unheard_of`" in page
+    assert 'id="loss"' in page
+
+
+@pytest.mark.parametrize("content", [None, "", "garbage\n", "{half a li"], ids=["no file", "empty", "garbage", "torn"])
+def test_a_folder_without_events_makes_a_page_with_a_note(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / FILE_NAME).write_text(content)
+    page = render(tmp_path)
+    Balanced().feed(page)
+    assert "there are no events to show yet" in page or "holds no event that can be read yet" in page
+    json.dumps(summarise(load_runs([tmp_path])[0]), allow_nan=False)
+    assert render(tmp_path, write_run(tmp_path / "whole", 3))  # beside one that has some
+
+
+def test_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no events to read"):
+        load_runs([tmp_path / "mistyped"])
+
+
+def test_the_summary_holds_the_numbers(eventful: Path) -> None:
+    summary = summarise(load_runs([eventful])[0])
+    assert summary["status"] == "completed"
+    assert (summary["steps"], summary["total_steps"]) == (300, 300)
+    assert (summary["resumes"], summary["skipped_steps"], summary["withdrawn_steps"]) == (1, 1, 20)
+    assert summary["best_validation_step"] == 300
+    assert summary["best_validation_loss"] == pytest.approx(falling(300) * 1.05)
+    assert summary["training_loss"] == pytest.approx(falling(300), rel=0.05)
+    assert summary["peak_memory_bytes"] == [2**30 + 6, 2**29]
+    assert summary["part_seconds"]["backward"] == 0.25
+    assert summary["failures"] == [{"rank": 1, "message": "killed by <signal> 9"}]
+    assert 0 < summary["useful_share"] <= 1
