@@ -114,7 +114,7 @@ class BackgroundSaver:
         """Start copying and writing what this rank has to write; the arguments are those of `save_checkpoint`.
 
         Waits for the save before, if it is still going on, and returns what came of it. The tensors must stay as they are until
-        `await_copy` has returned; a change that torch counts makes the save fail.
+        `await_copy` has returned; a change that torch counts (not inside DTensors) makes the save fail.
 
         Raises:
             SaveFailed: the save before failed (this one was not started), or the ranks disagree about the tensors.
