@@ -59,13 +59,14 @@ class Errors:
 
     @property
     def loss(self) -> float:
-        """What the search lowers: absolute errors, those of memory half again below -5%, and 0.5 for a wrong `fits`."""
+        """What the search lowers: absolute errors, those of memory half again below -5%, and 0.5 for a wrong `fits` of a row that
+        does not say how much it took."""
         total = 0.0
         if self.time is not None:
             total += min(abs(self.time), 1.5)
         if self.memory is not None:
             total += min(abs(self.memory), 1.5) + (0.5 * (-0.05 - self.memory) if self.memory < -0.05 else 0.0)
-        return total if self.right is None or self.right else total + 0.5
+        return total if self.memory is not None or self.right is None or self.right else total + 0.5
 
 
 def number(text: str | None) -> float | None:
@@ -98,7 +99,10 @@ def errors_of(row: Row, efficiencies: Efficiencies) -> Errors:
 
 
 def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Rows that the fit looks at, and rows that it never does: of each source at most half, by a hash of the id."""
+    """Rows that the fit looks at, and rows that it never does: of each source at most half, by a hash of the id.
+
+    Where no row of an accelerator, a trainer or a kernel would be looked at, the first of them is, too: its numbers would stay guesses.
+    """
     chosen: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.order):
         chosen[row.case.source].append(row)
@@ -107,6 +111,12 @@ def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
         most = min(MOST_ROWS, (len(found) + 1) // 2)
         fitted += found[:most]
         held_out += found[most:]
+    known = {name for row in fitted for name in names_read(row.case)}
+    for row in list(held_out):
+        if not known.issuperset(names_read(row.case)):
+            known.update(names_read(row.case))
+            held_out.remove(row)
+            fitted.append(row)
     return fitted, held_out
 
 

@@ -104,6 +104,10 @@ OTHERS = (
             ("bytes_share", 0.4, 4.0),
         )
     ),
+    # DeepSpeed's ZeRO-3 of 2021 gathered and reduced with little beside it, and parameter by parameter.
+    Parameter("frameworks", "deepspeed", "inter_share", 0.05, 0.92),
+    Parameter("frameworks", "deepspeed", "data_overlap", 0.01, 1.0),
+    Parameter("frameworks", "deepspeed", "bytes_share", 0.4, 4.0),
     # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
     Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
     Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),

@@ -88,6 +88,7 @@ FRAMEWORKS: dict[str, Framework] = {
         replace(
             _MIXED,
             name="aleph",
+            stage_rule="weighed",  # by parameters, embedding and head among them
             gradient_bytes=2.0,
             reduce_bytes=2.0,
             whole_gradients=True,

@@ -33,7 +33,7 @@ CONFIGURATION = (
 """Columns that are read. `source` names the trainer only, and `mem_metric` which of a prediction's totals is written down."""
 
 NOTE_KEYS: dict[str, str] = {
-    "framework": r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale)",
+    "framework": r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale|^ZeRO-3)",
     "kernel": r"kernel=([\w. +]+?)(?:;|$)",
     "embeddings": r"\b(tied|untied) embeddings",
     "mixed_precision": r"mixed_precision=(\w+)",
