@@ -60,7 +60,7 @@ def save_snapshot(folder: Path, rank: int, device: torch.device) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Documented under this name (Understanding CUDA Memory Usage); the public memory_snapshot() has another form.
         torch.cuda.memory._dump_snapshot(str(path))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         logger.warning("the memory of rank %d cannot be written to %s: %s", rank, path, error)
         return None
     return path

@@ -112,11 +112,22 @@ def test_the_learning_rate_is_what_the_batch_makes_of_it() -> None:
 def test_torchtitans_own_parser_takes_it() -> None:
     tyro = pytest.importorskip("tyro")
     configs = pytest.importorskip("torchtitan.config.configs")
+    schedulers = pytest.importorskip("torchtitan.components.optimizer.lr_scheduler")
+    sections = {
+        "parallelism": configs.ParallelismConfig,
+        "training": configs.TrainingConfig,
+        "compile": configs.CompileConfig,
+        "debug": configs.DebugConfig,
+        "lr-scheduler": schedulers.LRSchedulersContainer.Config,
+    }
     for case in EVERYTHING:
-        given = {name: value for name, value in arguments_of(emit("torchtitan", case)).items() if name.startswith("parallelism.")}
-        words = [f"--{name.removeprefix('parallelism.')}" + (f"={value}" if value else "") for name, value in given.items()]
-        parsed = tyro.cli(configs.ParallelismConfig, args=words)
-        assert parsed.tensor_parallel_degree == case.plan.layout.tp
+        arguments = arguments_of(emit("torchtitan", case))
+        assert {name.partition(".")[0] for name in arguments} <= sections.keys()
+        for section, config in sections.items():
+            given = {name.partition(".")[2]: value for name, value in arguments.items() if name.startswith(f"{section}.")}
+            parsed = tyro.cli(config, args=[f"--{name}" + (f"={value}" if value else "") for name, value in given.items()])
+            if section == "parallelism":
+                assert parsed.tensor_parallel_degree == case.plan.layout.tp
 
 
 def test_megatrons_own_classes_have_the_fields() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -46,3 +47,17 @@ def test_a_run_that_has_no_room_says_what_was_predicted_and_what_would_fit(tmp_p
         OutOfMemory, match=r"rank 0 ran out of memory .* The plan predicted .* The cheapest change that would fit: "
     ):
         train(with_cluster(recipe_in(tmp_path), "1xA100-40GB"))
+
+
+@pytest.mark.parametrize("failure", [None, OSError("no room"), RuntimeError("CUDA error"), MemoryError()])
+def test_what_lay_in_a_gpu_is_written_or_left_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: Exception | None
+) -> None:
+    """Without a GPU: that torch is called as this version of it wants to be, and that its failure is not the story."""
+    dump = create_autospec(torch.cuda.memory._dump_snapshot, side_effect=failure)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    path = tmp_path / "memory" / "rank-3.pickle"
+    assert save_snapshot(tmp_path, 3, torch.device("cuda", 0)) == (path if failure is None else None)
+    dump.assert_called_once_with(str(path))
+    assert path.parent.is_dir()
+    assert ("cannot be written" in caplog.text) == (failure is not None)
