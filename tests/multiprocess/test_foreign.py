@@ -77,6 +77,16 @@ def test_adapters_have_the_gradients_of_one_process(ranks: RankPool, family: str
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", ["opt", "phi", "mamba"])
+def test_adapters_under_every_layout(ranks: RankPool, family: str) -> None:
+    recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})
+    assert recipe.model.config is not None
+    tied = read_shape(recipe.model.config, recipe.model).tied_embeddings
+    prove(ranks, family, LAYOUTS, [Case(2, "full", tied=tied)], ["float64"], adapters={"rank": 2})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", sorted(FOREIGN))
 def test_every_layout_of_every_family(ranks: RankPool, family: str) -> None:
     recipe = recipe_of(FOREIGN[family], model={"dropout": "off"})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ import yaml
 
 from shardwright.cli.main import run as shardwright
 from shardwright.config.load import parse_layout, validate_recipe
+from shardwright.data.dataset import Sample
 from shardwright.errors import ExitCode, RecipeError
 from shardwright.train.generate import Sampling, complete
 from shardwright.train.preflight import check
@@ -82,6 +85,18 @@ def test_a_run_keeps_them_by_step(folder: Path) -> None:
     for step in (1, 2):
         rows = [json.loads(line) for line in (folder / f"run/samples/step-{step:08d}.jsonl").read_text().splitlines()]
         assert [set(row) for row in rows] == 3 * [{"prompt", "expected", "text", "stopped"}]
+
+
+def test_prompts_come_from_every_row_before_a_second_of_any() -> None:
+    nothing = -100
+    ids, labels = np.arange(8), np.array([nothing, 2, 3, nothing, nothing, 6, nothing, nothing])
+    row = Sample(ids, labels, ids, np.array([0, 0, 0, 1, 1, 1, 2, 2]))  # what fills the row learns nothing
+    dataset = mock.MagicMock()
+    dataset.__len__.return_value = 2
+    dataset.sample.side_effect = lambda index: row._replace(input_ids=ids + 10 * index)
+    found = choose_prompts(dataset, 3, 5)
+    assert [prompt.ids for prompt in found] == [(0, 1), (10, 11), (3, 4, 5)]
+    assert [prompt.expected_ids for prompt in found] == [(2, 3), (2, 3), (6,)]
 
 
 def test_without_validation_there_is_nothing_to_go_on_from(folder: Path) -> None:

@@ -152,6 +152,6 @@ class EvaluationSection(Section):
     """Micro-batches per rank; null is the whole validation set."""
     num_samples: NonNegative = 0
     """Texts that the model writes at every evaluation, into `samples/` of the run folder: it goes on, by the likeliest tokens,
-    from what stands before the first learnt token of as many validation rows. Each token is a forward pass of those rows."""
+    from what stands before the first learnt token of as many validation documents. Each token is a forward pass of them all."""
     sample_tokens: Positive = 64
     """Tokens that each of them has at most."""

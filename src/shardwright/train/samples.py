@@ -9,8 +9,9 @@ Legend: B rows (a text each), T tokens of a row, N tokens of this rank, S rows w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from shardwright.architecture import ForeignShape, ModelShape
 from shardwright.config import Recipe
-from shardwright.data.dataset import IGNORED_LABEL, Sample, TokenDataset
+from shardwright.data.dataset import IGNORED_LABEL, Int64Array, Sample, TokenDataset
 from shardwright.data.loader import MicroBatch
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import InputError, RecipeError
@@ -78,23 +79,36 @@ def check_samples(recipe: Recipe, shape: ModelShape, *, validates: bool) -> None
 
 
 def choose_prompts(dataset: TokenDataset, count: int, max_new_tokens: int) -> list[Prompt]:
-    """Prompts from rows spread evenly over a dataset: the first document of each, up to its first learnt token."""
-    count = min(count, len(dataset))
-    return [_prompt_of(dataset.sample(number * len(dataset) // count), max_new_tokens) for number in range(count)]
+    """Prompts from rows spread evenly over a dataset: documents of them, up to their first learnt token.
+
+    Fewer than `count` where the dataset holds fewer documents.
+    """
+    num_rows = min(count, len(dataset))
+    rows = [dataset.sample(number * len(dataset) // num_rows) for number in range(num_rows)]
+    documents = [list(_documents_of(row)) for row in rows]
+    # The first of every row, then the second of every row, and so on.
+    turns = [found[turn] for turn in range(max(map(len, documents))) for found in documents if turn < len(found)]
+    return [_prompt_of(ids, labels, max_new_tokens) for ids, labels in turns[:count]]
 
 
-def _prompt_of(row: Sample, max_new_tokens: int) -> Prompt:
-    length = len(row.labels)
+def _documents_of(row: Sample) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """Ids and labels of the documents of a row in which something is learnt."""
+    borders = [0, len(row.labels)]
     if row.document_ids is not None:
-        length = int(np.argmax(row.document_ids != row.document_ids[0])) or length
-    learnt = np.flatnonzero(row.labels[:length] != IGNORED_LABEL)
-    first = int(learnt[0]) if len(learnt) else length - 1
+        borders[1:1] = (np.flatnonzero(np.diff(row.document_ids)) + 1).tolist()
+    for start, end in pairwise(borders):
+        if (row.labels[start:end] != IGNORED_LABEL).any():
+            yield row.input_ids[start:end], row.labels[start:end]
+
+
+def _prompt_of(ids: Int64Array, labels: Int64Array, max_new_tokens: int) -> Prompt:
+    first = int(np.argmax(labels != IGNORED_LABEL))
     if first == 0:
-        first = min(_PLAIN_PROMPT_TOKENS, length) - 1
-    expected = row.labels[first:length][:max_new_tokens]
+        first = min(_PLAIN_PROMPT_TOKENS, len(ids)) - 1
+    expected = labels[first:][:max_new_tokens]
     ends = np.flatnonzero(expected == IGNORED_LABEL)
     expected = expected[: int(ends[0])] if len(ends) else expected
-    return Prompt(tuple(row.input_ids[: first + 1].tolist()), tuple(expected.tolist()))
+    return Prompt(tuple(ids[: first + 1].tolist()), tuple(expected.tolist()))
 
 
 def write_texts(
