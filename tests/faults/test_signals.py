@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,15 @@ pytestmark = pytest.mark.timeout(1800)
     ],
 )
 def test_a_preempted_run_saves_once_and_goes_on(
-    run: Run, untroubled: Path, tmp_path: Path, ranks: tuple[int, ...], step: int, place: str
+    run: Run, untroubled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: tuple[int, ...], step: int, place: str
 ) -> None:
     faults = [{"rank": rank, "step": step, "place": place, "signals": ["SIGTERM", "SIGTERM"]} for rank in ranks]
     done = run(faults=faults)
+    ended = time.time()
     assert done.returncode == ExitCode.PREEMPTED, done.stderr
+    asked = min(mark.stat().st_mtime for mark in (tmp_path / "marks").glob(f"*-{place}"))
+    with capsys.disabled():
+        sys.stdout.write(f"\nsaved and ended {ended - asked:.1f} s after SIGTERM\n")
     events = read_events(tmp_path / "run")
     (preempted,) = events.of(Preempted)
     assert preempted.step is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.parallel.collectives import all_gather_single
-from shardwright.train.pulse import Pulse, read_pulse
-from shardwright.train.recorder import recording
+from shardwright.train.pulse import PIPE_STEM, Pulse, read_pulse
+from shardwright.train.recorder import ask_nccl_to_record, recording
+from shardwright.train.watchdog import _write_to_pipe
 
 
 @pytest.fixture
@@ -45,3 +47,27 @@ def test_every_collective_is_noted_once_under_its_number(tmp_path: Path, alone: 
     assert len(view.channels) == 2
     assert view.waiting_since is None
     pulse.close()
+
+
+def test_nccl_is_asked_for_its_own_record_where_the_watchdog_will_call_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group makes the pipe, by the name that it was given and its rank. What the user has set stays."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+    for name in names[1:]:
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(names[0], "77")
+    pulse = Pulse(tmp_path, 3, 4)
+    ask_nccl_to_record(pulse, tmp_path / "hangs")
+    pulse.close()
+    assert [os.environ[name] for name in names[:3]] == ["77", f"{tmp_path}/hangs/nccl-rank-", "1"]
+    pipe = Path(f"{os.environ[names[3]]}3.pipe")
+    assert pipe == tmp_path / f"{PIPE_STEM}3.pipe"
+    with pytest.raises(OSError, match="No such file"):
+        _write_to_pipe(pipe)  # no NCCL: nobody is waited for
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    _write_to_pipe(pipe)
+    assert os.read(reading, 10) == b"1\n"
+    os.close(reading)
