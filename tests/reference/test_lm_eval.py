@@ -15,17 +15,33 @@ import yaml
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from shardwright.train.source import load_decoder, open_source
-from tests.unit.train.finished import make_run
 
 LIMIT_SECONDS = 840.0
 """Its imports alone take a minute where much else runs."""
-QUESTIONS = [("abca", "defj"), ("jj", "a"), ("fedcba", "bc")]
+QUESTIONS = [("1 + 2 =", " 3"), ("7 + 12 =", " 19"), ("3 +", " 4 = 7")]
+
+
+def train_a_little(folder: Path, run: Path) -> None:
+    """A run of two steps, with a tokenizer that ends texts: the harness asks for such a token."""
+    (folder / "sums.txt").write_text("".join(f"{a} + {b} = {a + b}\n" for a in range(20) for b in range(20)))
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2}  # fmt: skip
+    recipe = {
+        "model": {"config": config},
+        "tokenizer": {"kind": "bpe", "vocab_size": 270},
+        "data": {"sources": str(folder / "sums.txt"), "cache_dir": str(folder / "cache")},
+        "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 2, "learning_rate": 0.01},
+        "run": {"dir": str(run), "device": "cpu"},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert shardwright(["train", str(folder / "recipe.yaml")]) == ExitCode.DONE
 
 
 @pytest.mark.timeout(900)
 def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra `lm-eval` is not installed")
-    run, out, tasks = make_run(tmp_path / "made", precision="fp32").path, tmp_path / "out", tmp_path / "tasks"
+    run, out, tasks = tmp_path / "run", tmp_path / "out", tmp_path / "tasks"
+    train_a_little(tmp_path, run)
     assert shardwright(["export", str(run), "--out", str(out)]) == ExitCode.DONE
     tasks.mkdir()
     rows = "".join(json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in QUESTIONS)
@@ -57,6 +73,7 @@ def test_a_local_task_on_an_exported_run(tmp_path: Path) -> None:
     decoder, tokenizer = load_decoder(source, device=torch.device("cpu"), dtype=torch.float32), source.load_tokenizer()
     for question, answer in QUESTIONS:
         prompt, whole = tokenizer.encode(question), tokenizer.encode(question + answer)
+        assert whole[: len(prompt)] == prompt
         with torch.no_grad():
             log_probs_TV = torch.log_softmax(decoder(torch.tensor([whole]))[0, :-1].double(), dim=-1)
         ours = log_probs_TV[range(len(whole) - 1), whole[1:]][len(prompt) - 1 :].sum()
