@@ -223,12 +223,12 @@ def _sources(entries: Any, key: str, found: Findings) -> list[dict[str, Any]] | 
 
 
 def _reads_like_hub(path: str) -> bool:
-    """Whether a path looks like `owner/name` rather than like a file or folder.
+    """Whether a path looks like `owner/name` rather than like a folder by its place, or a file by its ending.
 
-    >>> _reads_like_hub("owner/name"), _reads_like_hub("./data/a.jsonl"), _reads_like_hub("data/a.jsonl")
+    >>> _reads_like_hub("owner/Model-3.2-1B"), _reads_like_hub("./data/a.jsonl"), _reads_like_hub("data/a.jsonl")
     (True, False, False)
     """
-    return path.count("/") == 1 and not path.startswith((".", "/", "~", "$")) and "." not in path.rpartition("/")[2]
+    return path.count("/") == 1 and not path.startswith((".", "/", "~", "$")) and not path.rpartition(".")[2].isalpha()
 
 
 def _read_adapter(source: Source, found: Findings) -> None:

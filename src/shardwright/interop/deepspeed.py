@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from shardwright.interop.converted import Findings, Source
+from shardwright.interop.converted import AUTO, Findings, Source
 from shardwright.interop.emitted import Emitted, Subject, warmup_note
 
 _OFFLOADED = {"optimizer": ("offload_optimizer",), "parameters": ("offload_optimizer", "offload_param")}
@@ -144,7 +144,9 @@ def read(source: Source, found: Findings) -> None:
     for key in ("wall_clock_breakdown", "flops_profiler", "comms_logger", "zero_allow_untested_optimizer", "prescale_gradients"):
         if (value := source.take(key)) not in (None, False):
             found.drop(key, value, "is about DeepSpeed's own engine, and steers nothing here")
-    found.need("model.path", "data.sources", "training.sequence_length")
+    found.need("model.path", "data.sources", "training.sequence_length", "training.learning_rate")
+    if found.value("training.global_batch_size") is None:
+        found.need("training.micro_batch_size")
 
 
 def _read_zero(source: Source, found: Findings) -> None:
@@ -161,7 +163,11 @@ def _read_zero(source: Source, found: Findings) -> None:
 
 
 def _read_precision(source: Source, found: Findings) -> None:
-    kinds = [kind for kind in ("bf16", "fp16") if source.take(f"{kind}.enabled") is True]
+    enabled = {kind: source.take(f"{kind}.enabled") for kind in ("bf16", "fp16")}
+    kinds = [kind for kind, value in enabled.items() if value is True]
+    unsaid = [kind for kind, value in enabled.items() if value == AUTO]
+    if unsaid and not kinds:
+        found.put("precision.kind", AUTO, f"{unsaid[0]}.enabled")
     if kinds:
         found.put("precision.kind", kinds[0], f"{kinds[0]}.enabled")
     power, window = source.take("fp16.initial_scale_power"), source.take("fp16.loss_scale_window")
@@ -181,11 +187,14 @@ def _read_precision(source: Source, found: Findings) -> None:
 def _read_optimizer(source: Source, found: Findings) -> None:
     kind = source.take("optimizer.type")
     params = {key: source.take(f"optimizer.params.{key}") for key in ("lr", "betas", "eps", "weight_decay", "momentum")}
-    source.take("optimizer.params.torch_adam"), source.take("optimizer.params.adam_w_mode")
+    source.take("optimizer.params.torch_adam")
+    decoupled = source.take("optimizer.params.adam_w_mode", True)
     if kind is None:
-        found.need("training.learning_rate")
         return
     name = str(kind).lower()
+    if name == "adam" and decoupled is False and params["weight_decay"]:
+        told = "there decay is a part of the gradient (Adam with L2); here it is decoupled (AdamW)"
+        found.drop("optimizer.params.adam_w_mode", decoupled, told)
     if name in ("adam", "adamw"):
         chosen = _ADAM | {key: value for key, value in params.items() if value is not None}
         found.put("optimizer.name", "adamw", "optimizer.type")

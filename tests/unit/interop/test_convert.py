@@ -70,6 +70,36 @@ def test_every_key_is_carried_or_named(tmp_path: Path) -> None:
     }
     assert found.document["precision"] == {"kind": "fp16", "initial_loss_scale": 1024.0}
     assert set(found.needed) == {"model.path", "data.sources", "training.sequence_length", "training.max_steps"}
+    assert found.document["training"]["learning_rate"] == 1e-3
+
+
+def test_what_a_trainer_would_fill_in_is_asked_for(tmp_path: Path) -> None:
+    """As the files for Hugging Face's Trainer are written."""
+    document = {
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"},
+        },
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    }
+    found = converted(tmp_path, "ds.json", document)
+    assert {"training.learning_rate", "training.max_steps", "training.micro_batch_size"} <= set(found.needed)
+    assert {item.key: item.why for item in found.dropped}["bf16.enabled"].endswith("give precision.kind")
+    said = converted(tmp_path, "ds.json", document | {"bf16": {"enabled": True}})
+    assert said.document["precision"]["kind"] == "bf16"
+    assert not {item.key for item in said.dropped} & {"bf16.enabled", "fp16.enabled"}
+
+
+def test_adam_whose_decay_is_in_the_gradient_is_not_ours(tmp_path: Path) -> None:
+    params = {"lr": 1e-4, "adam_w_mode": False, "weight_decay": 0.1}
+    found = converted(tmp_path, "ds.json", {"zero_optimization": {}, "optimizer": {"type": "Adam", "params": params}})
+    assert [item.key for item in found.dropped] == ["optimizer.params.adam_w_mode"]
+    without = {"zero_optimization": {}, "optimizer": {"type": "Adam", "params": params | {"weight_decay": 0.0}}}
+    assert not converted(tmp_path, "ds.json", without).dropped
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -210,7 +240,8 @@ def test_the_written_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.
     assert run(["convert", str(path), "--out", str(out)]) == ExitCode.DONE
     told = capsys.readouterr().err
     assert "not carried: zero_optimization.overlap_comm" in told
-    assert "to fill in before it trains: training.learning_rate" in told
+    needed = next(line for line in told.splitlines() if line.startswith("to fill in before it trains: "))
+    assert "training.learning_rate" in needed
     text = out.read_text()
     assert "# to fill in: training.sequence_length" in text
     with pytest.raises(InputError, match="this key is needed"):
