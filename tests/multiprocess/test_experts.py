@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,9 +17,10 @@ from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.init import initialise
 from shardwright.numerics import chunked_cross_entropy
-from shardwright.parallel import apply_layout, build_mesh, expert
+from shardwright.parallel import apply_layout, build_mesh, expert, shard
 from shardwright.plan import BatchPlan, Plan
 from shardwright.verify.cases import DTYPES, Case
+from shardwright.verify.cell import Mutation
 from shardwright.verify.matrix import Report, verify
 from tests.multiprocess.models import recipe_of
 from tests.multiprocess.pool import RankPool
@@ -65,11 +68,11 @@ CAPACITY = Case(2, "selective", router_losses=True, capacity_factor=0.8)
 IDLE = Case(1, "full", router_losses=True, idle_experts=True)
 
 
-def run(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> Report:
+def run(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case, changed: Mutation | None = None) -> Report:
     """float32 runs grouped products, float64 the loop over experts: both for mixtral, one of them for the others."""
     recipe = recipe_of(config)
     dtypes = {"mixtral": DTYPES, "gpt_oss": DTYPES[:1], "deepseek_v3": DTYPES[1:]}[config["model_type"]]
-    return verify(recipe, shape_of(recipe), [layout], [case], dtypes, sequence_length=12, pool=ranks)
+    return verify(recipe, shape_of(recipe), [layout], [case], dtypes, sequence_length=12, pool=ranks, mutation=changed)
 
 
 def failures(report: Report) -> list[Any]:
@@ -111,6 +114,23 @@ def test_experts_on_every_rank(ranks: RankPool, config: dict[str, Any], layout: 
 )
 def test_experts_over_ranks(ranks: RankPool, config: dict[str, Any], layout: Layout, case: Case) -> None:
     report = run(ranks, config, layout, case)
+    assert report.passed, failures(report)
+
+
+@contextmanager
+def one_mesh_per_module() -> Iterator[None]:
+    """FSDP2 as it was before torch 2.13: experts are wrapped by themselves."""
+    with patch.object(shard, "_place_experts", lambda *_: None):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [(Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN), (Layout(dp_shard=4, ep=2, zero_stage=3), LOSSES)],
+    ids=str,
+)
+def test_experts_wrapped_by_themselves(ranks: RankPool, layout: Layout, case: Case) -> None:
+    report = run(ranks, GPT_OSS, layout, case, one_mesh_per_module)
     assert report.passed, failures(report)
 
 

@@ -17,15 +17,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwright.architecture.count import EXPERT_ROLES
-from shardwright.errors import LayoutError
 from shardwright.layout import Layout, Stage
 from shardwright.model import Decoder
 from shardwright.model.block import Block
+from shardwright.model.moe import Experts
 from shardwright.numerics import Dtypes, chunked_cross_entropy
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.waiting import mark_gathers
@@ -38,6 +37,7 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
 
     Under expert parallelism a block's experts are cut over `efsdp`, but gathered and freed with their block: hooks on the experts
     alone would run inside what is recomputed, another number of times than in the forward pass, which selective recompute refuses.
+    Only where FSDP2 cannot do that (before torch 2.13) are they wrapped by themselves, and come first among the groups.
 
     The root holds the embeddings and the head. The final norm joins the last blocks, because its weight is read in the backward
     pass and the root's are not: an embedding's gradient needs indices only, and the chunked loss makes the head's in the forward
@@ -53,16 +53,18 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
     # What no gradient trains stays as it is, whole and in its own precision.
     trained = {spec.name: spec.trained for spec in decoder.shape.parameters()}
     untrained = {parameter for name, parameter in decoder.named_parameters() if not trained[name]}
-    wrap = partial(
-        fully_shard,
-        mesh=mesh.device_mesh("fsdp"),
-        mp_policy=policy,
-        ignored_params=untrained,
-        shard_placement_fn=_place_experts(decoder, mesh) if layout.ep > 1 else None,
-    )
+    place_experts = _place_experts(decoder, mesh) if layout.ep > 1 else None
+    options: dict[str, Any] = {"mp_policy": policy, "ignored_params": untrained}
     # Where FSDP2 has a second mesh for the experts it takes no reduce-scatter but its own.
-    reduction_blocks = mesh.device_type == "cpu" and layout.ep == 1
+    reduction_blocks = mesh.device_type == "cpu" and place_experts is None
     free = layout.zero_stage == 3
+    apart: list[FSDPModule] = []
+    if layout.ep > 1 and place_experts is None:
+        for experts in [part for part in decoder.modules() if isinstance(part, Experts)]:
+            fully_shard(experts, mesh=mesh.device_mesh("efsdp"), reshard_after_forward=free, **options)
+            mark_gathers([experts], reduces=reduction_blocks)
+            apart.append(_as_fsdp(experts))
+    wrap = partial(fully_shard, mesh=mesh.device_mesh("fsdp"), shard_placement_fn=place_experts, **options)
     final_norm = decoder.final_norm
     runs: list[list[FSDPModule]] = []
     for blocks in _blocks_by_stage(decoder, stages):
@@ -82,7 +84,7 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
     if free and not root_is_read_backward:
         root.set_unshard_in_backward(False)
         decoder.register_forward_hook(_refuse_logits, with_kwargs=True)
-    for group in (*groups, root):
+    for group in (*apart, *groups, root):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # else a factor asks for PREMUL_SUM, which gloo has not
     root.set_reshard_after_backward(free)
@@ -91,7 +93,7 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
     if len(runs) > 1:  # which stage comes next is the schedule's to say
         root.set_modules_to_forward_prefetch([])
         root.set_modules_to_backward_prefetch([root])
-    return [*groups, root]
+    return [*apart, *groups, root]
 
 
 def shard_root(module: nn.Module, mesh: Mesh) -> None:
@@ -107,23 +109,16 @@ def _blocks_by_stage(decoder: Decoder, stages: Sequence[Stage] | None) -> list[l
     return [run for run in runs if run]
 
 
-def _place_experts(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+def _place_experts(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
     """Where a parameter is cut, as FSDP2 asks: experts over `efsdp`, all others as their block.
 
-    Raises:
-        LayoutError: this PyTorch's FSDP2 has one mesh per module.
+    None where this PyTorch's FSDP2 (before 2.13) has one mesh per module.
     """
     # Named in fully_shard's documentation (`shard_placement_fn`), but not exported from its package; younger than FSDP2.
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-    except ImportError as error:
-        raise LayoutError(
-            f"FSDP2 of torch {torch.__version__} cannot cut experts over other ranks than their block",
-            field="layout.ep",
-            got=mesh.layout.ep,
-            allowed="1",
-            remedy="Install torch 2.13 or newer, or use zero_stage 0 with cp",
-        ) from error
+    except ImportError:
+        return None
     expert = {spec.name for spec in decoder.shape.parameters() if spec.role in EXPERT_ROLES}
     parameters = {parameter for name, parameter in decoder.named_parameters() if name in expert}
     efsdp = mesh.device_mesh("efsdp")
