@@ -101,7 +101,8 @@ def errors_of(row: Row, efficiencies: Efficiencies) -> Errors:
 def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """Rows that the fit looks at, and rows that it never does: of each source at most half, by a hash of the id.
 
-    Where no row of an accelerator, a trainer or a kernel would be looked at, the first of them is, too: its numbers would stay guesses.
+    Where no row of an accelerator, a trainer or a kernel would be looked at, the first of them is, too: else its numbers would stay
+    guesses.
     """
     chosen: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.order):

@@ -63,9 +63,9 @@ OTHERS = (
     Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
     Parameter("features", "power_limited", "matmul_share", 0.1, 0.98),
     Parameter("features", "power_limited", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
-    # Hosts differ with the machine: Grace starts operations more slowly than x86.
+    # Hosts differ with the machine: Grace starts operations more slowly than x86. One trainer's: how much is started is its doing.
     *(
-        Parameter("accelerators", name, "host_seconds", 2e-6, 6e-5)
+        Parameter("features", f"megatron-core on {name}", "host_seconds", 2e-6, 6e-5)
         for name in ("Hopper", "B200-180GB-SXM", "B300-270GB-SXM", "GB200-186GB", "GB300-279GB")
     ),
     # Sparse layers, by release of NeMo: grouped products, permutation and graphs came one after another.

@@ -88,7 +88,7 @@ def run(case: Case, pace: Pace) -> None:
     """Train until the pace says stop."""
     ranks = find_ranks() or RankEnvironment()
     recipe = recipe_of(case)
-    device = choose_device(recipe, ranks)
+    device = choose_device(recipe.run.device, ranks, field="run.device")
     join_ranks(ranks, device, recipe.run.timeout_seconds)
     checked = check(recipe, ranks.world_size)
     meeting = Meeting(ranks, device)

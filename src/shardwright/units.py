@@ -15,7 +15,7 @@ def format_bytes(num_bytes: float) -> str:
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}" if size >= 100 else f"{size:.2f} {unit}"
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
 

@@ -33,7 +33,9 @@ CONFIGURATION = (
 """Columns that are read. `source` names the trainer only, and `mem_metric` which of a prediction's totals is written down."""
 
 NOTE_KEYS: dict[str, str] = {
-    "framework": r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale|^ZeRO-3)",
+    "framework": (
+        r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale|^ZeRO-3)"
+    ),
     "kernel": r"kernel=([\w. +]+?)(?:;|$)",
     "embeddings": r"\b(tied|untied) embeddings",
     "mixed_precision": r"mixed_precision=(\w+)",
@@ -153,7 +155,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         first_rank="logging rank" in row["mem_metric"],
         micro_batch_stated=micro is not None,
         recompute_stated=row["recompute"] in ("none", "selective", "full") or not framework.recompute_varies,
-        features=(f"{trainer} on {cluster.accelerator.generation}", *_features(row, shape)),
+        features=(*_trainer_on(trainer, cluster), *_features(row, shape)),
     )
 
 
@@ -304,6 +306,11 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
     if row["notes.trainable"]:
         return Adapter(rank=8, roles=_QUERY_VALUE, quantised=quantised, unquantised=("query", "key", "value"))
     return Adapter(rank=16, quantised=quantised)
+
+
+def _trainer_on(trainer: str, cluster: Cluster) -> tuple[str, ...]:
+    """A trainer's own kernels, and its host's pace, on these accelerators."""
+    return f"{trainer} on {cluster.accelerator.generation}", f"{trainer} on {cluster.accelerator.name}"
 
 
 def _features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
