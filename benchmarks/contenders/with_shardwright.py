@@ -27,6 +27,7 @@ from shardwright.plan import resolve
 from shardwright.telemetry.events import Event, EventWriter
 from shardwright.telemetry.sinks import LogFile, PlainLines
 from shardwright.telemetry.speaker import LOG_NAME, Speaker
+from shardwright.train import watchdog
 from shardwright.train.devices import choose_device
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Loop
@@ -36,6 +37,7 @@ from shardwright.train.ranks import RankEnvironment, find_ranks
 from shardwright.train.saving import Saver
 from shardwright.train.setup import build_state, join_ranks
 from shardwright.train.signals import StopRequest
+from shardwright.train.watchdog import Vigil
 
 SEED = 0
 
@@ -94,8 +96,9 @@ def run(case: Case, pace: Pace) -> None:
     meeting = Meeting(ranks, device)
     with tempfile.TemporaryDirectory() as folder, _speaker(Path(folder), ranks, pace) as speaker:
         state = build_state(checked, device)
+        vigil = Vigil(None, watchdog.Pace(recipe.watchdog, {}))  # nobody watches: that would be a process more on these cores
         saver = Saver(checked, state, speaker, RunFolder(Path(folder)))
-        loop = Loop(checked, state, ranks, device, speaker, meeting, saver, StopRequest())
+        loop = Loop(checked, state, ranks, device, speaker, meeting, saver, StopRequest(), vigil)
         pace.details["wrapped"] = f"{type(state.model.module).__name__}, {checked.plan.layout}"
         if pace.begin():
             with contextlib.suppress(_Stopped):
