@@ -79,7 +79,7 @@ def test_a_row_becomes_layout_batch_cluster_and_trainer() -> None:
     assert (candidate.micro_batch_size, candidate.gradient_accumulation_steps, candidate.global_batch_size) == (2, 32, 512)
     assert not layout.sequence_parallel
     assert case.cluster.name == "8 x 8xA100-80GB-SXM over ib200"
-    assert case.features == ("megatron-core on Ampere", "flash_attention2 + RMS kernel")
+    assert case.features == ("megatron-core on Ampere", "megatron-core on A100-80GB-SXM", "flash_attention2 + RMS kernel")
     assert case.framework == "megatron-core", "a cut model whose trainer is not named is taken as Megatron's"
     assert case.micro_batch_stated
 
