@@ -76,6 +76,7 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
             with phase(live, "step"):
                 batches = _micro_batches(plan, in_documents=has_documents(recipe))
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
+                del batches  # no gradients, which are counted next
             gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
             with phase(live, "update"):
                 update(model, optimizer, learning_rate=1e-4, max_grad_norm=recipe.training.max_grad_norm)
