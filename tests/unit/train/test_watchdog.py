@@ -92,8 +92,8 @@ import pathlib, sys, time
 from shardwright.train.pulse import Pulse
 pulse = Pulse(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
 pulse.begin("step", 4.0, step=3)
-print("up", flush=True)
 def stand_still():
+    print("up", flush=True)
     time.sleep(60)
 stand_still()
 """
