@@ -17,6 +17,7 @@ SEVERAL_PROCESSES = ("tests/multiprocess", "tests/faults")
 """Tests that start ranks: one after another, on one set of workers. The others run beside them."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(config.rootpath).as_posix().startswith(SEVERAL_PROCESSES):

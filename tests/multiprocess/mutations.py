@@ -262,13 +262,7 @@ def zero_norm_divides() -> Iterator[None]:
 @contextmanager
 def no_tokens_divide() -> Iterator[None]:
     """33: a step without a supervised token divides zero by zero."""
-    original = step.count_supervised
-
-    def count(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        tokens = original(model, micro_batches)
-        return torch.where(tokens == 0, float("nan"), tokens.double())
-
-    with patch.object(step, "count_supervised", count):
+    with patch.object(step, "_at_least_something", lambda count: count):
         yield
 
 
