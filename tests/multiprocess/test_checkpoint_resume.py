@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
+from shardwright.checkpoint.load import newest_checkpoint, read_tensor, read_values
 from shardwright.config import load_recipe
 from shardwright.errors import Preempted
 from shardwright.telemetry.events import Resumed, read_events, surviving_steps
@@ -75,12 +78,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train_some(recipe: str, folder: str, layout: str, steps: int, resume: bool) -> None:
-    """Some steps of the run on these ranks, whose process group stays."""
+def train_some(recipe: str, folder: str, layout: str, steps: int, resume: bool, *changes: str) -> None:
+    """Some steps of the run on these ranks, whose process group stays; `changes` as `--set` has them."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with mock.patch.object(dist, "destroy_process_group"), suppress(Preempted):
         train_rank(
-            load_recipe(Path(recipe), [f"run.dir={folder}"], layout),
+            load_recipe(Path(recipe), [f"run.dir={folder}", *changes], layout),
             RankEnvironment(rank, world_size, rank),
             StopAfter(steps),
             resume=resume,
@@ -98,3 +101,40 @@ def test_every_step_under_another_layout_is_the_step_of_the_whole_run(ranks: Ran
     for step, other in zip(ours, whole, strict=True):
         assert step.loss == pytest.approx(other.loss, rel=2e-5), step.step
         assert step.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-4), step.step
+
+
+FP16 = "precision={kind: fp16, initial_loss_scale: 1024, loss_scale_growth_steps: 3}"
+BALANCED = "model.config=" + json.dumps(
+    {
+        "model_type": "deepseek_v3", "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
+        "max_position_embeddings": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 0,
+        "q_lora_rank": None, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4,
+        "num_nextn_predict_layers": 0,
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [FP16, BALANCED], ids=["loss scale", "balance biases"])
+def test_what_moves_beside_the_weights_goes_on_under_another_layout(
+    ranks: RankPool, recipe: Path, tmp_path: Path, change: str
+) -> None:
+    """fp16's loss scale and what it has counted, and the biases that balance routers: those of the run that stayed."""
+    chain = [(2, "dp_shard=2,ep=2,zero_stage=1"), (2, "tp=2"), (1, "dp_replicate=1")]
+    changes = [change, f"training.max_steps={2 * len(chain)}"]
+    ranks.run(1, train_some, str(recipe), str(tmp_path / "whole"), "dp_replicate=1", STEPS, False, *changes)
+    for number, (num_ranks, layout) in enumerate(chain):
+        ranks.run(num_ranks, train_some, str(recipe), str(tmp_path / "run"), layout, 2, number > 0, *changes)
+    ours, whole = (newest_checkpoint(tmp_path / run / "checkpoints") for run in ("run", "whole"))
+    assert ours is not None
+    assert whole is not None
+    assert ours.step == whole.step == 2 * len(chain)
+    assert read_values(ours)["loss_scaler"] == read_values(whole)["loss_scaler"]
+    if change is FP16:
+        assert read_values(ours)["loss_scaler"] == {"scale": 4096.0, "finite_steps": 0}
+        return
+    biases = [name for name in ours.manifest.tensors if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for name in biases:
+        assert bool(read_tensor(ours, name).any())
+        assert torch.equal(read_tensor(ours, name), read_tensor(whole, name))
