@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 PYTEST := $(BIN)/python -m pytest
 # Tests that start ranks run one after another, the others beside them: tests/conftest.py. One thread a process: they are many.
-TESTS  := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2 --dist loadgroup
+TESTS  := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2 --dist loadscope
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup demo test check test-all verify-all bench gpu format clean
