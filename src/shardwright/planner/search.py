@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import prod
-from operator import mul
-from typing import NamedTuple
 
 from shardwright.planner.activations import layer_activations
-from shardwright.planner.bounds import DataBound, PipelineBound, PipelineBounds, PipelineKey, overhead_of, together
+from shardwright.planner.bounds import DataBound, PipelineBounds, PipelineKey, overhead_of, together
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory import StageLoad, Standing, predict_memory, standing_of
+from shardwright.planner.partial import ChosenHow, Kept, Pipelines, Scheduled, with_least
 from shardwright.planner.pipeline import PipelineShape, was_simulated
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
@@ -105,60 +104,6 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Scheduled(NamedTuple):
-    """A schedule by name and virtual stages: what bounds its time, and what it gives the first rank to hold."""
-
-    bounds: PipelineBounds
-    first: StageLoad
-    name: str
-    virtual_stages: int | None
-
-
-class _Kept(NamedTuple):
-    """Bytes of a micro-batch: what one layer of each kind keeps of it, and what its backward pass makes beside that."""
-
-    layers: tuple[float, ...]
-    made: tuple[float, ...]
-
-    def least(self, passes: tuple[float, ...]) -> float:
-        """At the first layer of a backward pass, with so many passes through layers of each kind kept."""
-        made = max((made for made, count in zip(self.made, passes, strict=True) if count), default=0.0)
-        return float(sum(map(mul, passes, self.layers)) + made)
-
-
-class _Pipelines(NamedTuple):
-    """All schedules for some stages and micro-batches, and what holds for each of them."""
-
-    each: list[_Scheduled]
-    apart: list[PipelineBounds]
-    """Without those that hold the same stages as one before and so have its bound."""
-    first: StageLoad
-    """What the first rank holds at least."""
-    passes: tuple[float, ...]
-    """Passes through layers of each kind that the first rank keeps at least."""
-
-
-class _How(NamedTuple):
-    """Choices 1 and 2, with what is known of them: costs and bytes of a micro-batch, the least that the first rank keeps, and the
-    bound of each of `_Pipelines.apart` by its key."""
-
-    degrees: Degrees
-    how: How
-    pipelines: _Pipelines
-    costs: LayerCosts
-    kept: _Kept
-    least_kept: float
-    bounds: dict[PipelineKey, PipelineBound]
-
-
-def _with_least(each: list[_Scheduled], *, alone: bool) -> _Pipelines:
-    loads = [scheduled.first for scheduled in each]
-    layers = tuple(map(min, zip(*(load.layers for load in loads), strict=True)))
-    passes = tuple(map(min, zip(*([load.in_flight * n for n in load.layers] for load in loads), strict=True)))
-    apart = list({scheduled.bounds.key: scheduled.bounds for scheduled in each}.values())
-    return _Pipelines(each, apart, StageLoad(layers, embedding=True, head=alone), passes)
-
-
 class _Search:
     """One search; `heap` holds (bound, cuts, number, what to do when it is the least)."""
 
@@ -173,11 +118,11 @@ class _Search:
         self._done: dict[tuple[int, ...], Prediction] = {}
         self._best_cuts: int | None = None
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
-        self._kept: dict[tuple[object, ...], _Kept] = {}
-        self._leanest: dict[tuple[object, ...], list[_Kept]] = {}
+        self._kept: dict[tuple[object, ...], Kept] = {}
+        self._leanest: dict[tuple[object, ...], list[Kept]] = {}
         self._standing: dict[tuple[object, ...], Standing] = {}
         self._data: dict[tuple[object, ...], DataBound] = {}
-        self._schedules: dict[tuple[int, int], _Pipelines | None] = {}
+        self._schedules: dict[tuple[int, int], Pipelines | None] = {}
         self._any_schedule: dict[tuple[object, ...], list[PipelineBounds]] = {}
         self._bounds: dict[PipelineKey, PipelineBounds] = {}
 
@@ -256,7 +201,7 @@ class _Search:
 
     # 2: recomputation, and how tp and cp talk
 
-    def _open_degrees(self, degrees: Degrees, pipelines: _Pipelines) -> None:
+    def _open_degrees(self, degrees: Degrees, pipelines: Pipelines) -> None:
         if self._is_settled(degrees):
             return
         # The first rank, whatever the schedule deals it; with everything sharded, before the other ways are asked.
@@ -268,10 +213,10 @@ class _Search:
                 costs = self._costs_of(degrees, how)
                 bounds = {each.key: each.bound(costs, degrees.accumulation) for each in pipelines.apart}
                 seconds = min(bound.seconds for bound in bounds.values())
-                so_far = _How(degrees, how, pipelines, costs, kept, least, bounds)
+                so_far = ChosenHow(degrees, how, pipelines, costs, kept, least, bounds)
                 self._push(seconds, degrees, partial(self._open_how, so_far))
 
-    def _pipelines(self, degrees: Degrees) -> _Pipelines | None:
+    def _pipelines(self, degrees: Degrees) -> Pipelines | None:
         """The schedules that can run; None where there is none."""
         key = (degrees.pp, degrees.accumulation)
         if key not in self._schedules:
@@ -279,8 +224,8 @@ class _Search:
             for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation):
                 candidate = self.space.candidate(degrees, PLAIN, schedule=(name, virtual))
                 pipeline = self.predictor.pipeline(candidate)
-                each.append(_Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
-            self._schedules[key] = _with_least(each, alone=degrees.pp == 1) if each else None
+                each.append(Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
+            self._schedules[key] = with_least(each, alone=degrees.pp == 1) if each else None
         return self._schedules[key]
 
     def _bounds_of(self, pipeline: PipelineShape) -> PipelineBounds:
@@ -294,19 +239,19 @@ class _Search:
             found = self._costs[key] = self.predictor.layer_costs(self.space.candidate(degrees, how))
         return found
 
-    def _kept_of(self, degrees: Degrees, how: How) -> _Kept:
+    def _kept_of(self, degrees: Degrees, how: How) -> Kept:
         key = (degrees.tp, degrees.cp, degrees.micro_batch, how)
         found = self._kept.get(key)
         if found is None:
             candidate = self.space.candidate(degrees, how)
             layers = [layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds]
             made = tuple(layer.rebuilt + layer.gradients for layer in layers)
-            found = self._kept[key] = _Kept(tuple(layer.kept for layer in layers), made)
+            found = self._kept[key] = Kept(tuple(layer.kept for layer in layers), made)
         return found
 
     # 3: ZeRO
 
-    def _open_how(self, chosen: _How) -> None:
+    def _open_how(self, chosen: ChosenHow) -> None:
         degrees = chosen.degrees
         if self._is_settled(degrees):
             return
@@ -351,7 +296,7 @@ class _Search:
 
     # 4: schedule
 
-    def _open_sharding(self, chosen: _How, sharding: Sharding, moving: float, after: float) -> None:
+    def _open_sharding(self, chosen: ChosenHow, sharding: Sharding, moving: float, after: float) -> None:
         degrees = chosen.degrees
         if self._is_done(degrees, sharding):
             return
@@ -364,7 +309,7 @@ class _Search:
 
     # 5: everything
 
-    def _open_schedule(self, chosen: _How, sharding: Sharding, scheduled: _Scheduled, after: float) -> None:
+    def _open_schedule(self, chosen: ChosenHow, sharding: Sharding, scheduled: Scheduled, after: float) -> None:
         if self._is_done(chosen.degrees, sharding):
             return
         schedule = (scheduled.name, scheduled.virtual_stages)
