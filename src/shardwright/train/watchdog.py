@@ -27,7 +27,8 @@ from pathlib import Path
 
 from shardwright.config.upkeep import WatchdogSection
 from shardwright.train.diagnosis import Verdict, diagnose
-from shardwright.train.pulse import PIPE_STEM, STACKS_SIGNAL, Pulse, PulseView, read_pulse
+from shardwright.train.pulse import Pulse, PulseView, read_pulse
+from shardwright.train.stacks import ask_for_stacks, process_state
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ _LEFT_OUT, _LEARNED = 1, 3
 _BEFORE_OTHERS = 0.9
 """Of the collectives' time-out: the watchdog speaks first."""
 _LOOK_SECONDS = 0.5
-_STACKS_SECONDS = 1.0
-"""Granted for writing stacks."""
 
 
 @dataclass
@@ -128,11 +127,11 @@ class Watcher:
     def _act(self, views: list[PulseView], now: float) -> None:
         if not _alone(self._folder, views):
             return
-        states = {view.rank: _process_state(view.pid) for view in views}
+        states = {view.rank: process_state(view.pid) for view in views}
         verdict = diagnose(views, now, states)
         with suppress(OSError):
             self._reports.mkdir(parents=True, exist_ok=True)  # before NCCL is asked to write there
-        stacks = _ask_for_stacks(self._folder, views, states)
+        stacks = ask_for_stacks(self._folder, views, states)
         path = self._reports / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
         message = f"the run hangs: {verdict.message}"
         try:
@@ -164,54 +163,6 @@ def _alone(folder: Path, views: list[PulseView]) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _process_state(pid: int) -> str:
-    """One letter, as /proc has it; empty where the process is gone or there is no /proc."""
-    with suppress(OSError):
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-def _ask_for_stacks(folder: Path, views: list[PulseView], states: Mapping[int, str]) -> dict[int, str]:
-    """Every rank's stacks. A stopped one is let go on for it at the last, and stopped again: its generation ends anyway."""
-    stopped = [view for view in views if states[view.rank] in ("T", "t")]
-    for view in views:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(view.pid, STACKS_SIGNAL)
-        with suppress(OSError):  # there is one on CUDA only
-            _write_to_pipe(folder / f"{PIPE_STEM}{view.rank}.pipe")
-    time.sleep(_STACKS_SECONDS)
-    for view in stopped:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(view.pid, signal.SIGCONT)
-            _await_stacks(folder, view.rank)
-            os.kill(view.pid, signal.SIGSTOP)
-    found = {}
-    for view in views:
-        with suppress(OSError):
-            found[view.rank] = _stacks_file(folder, view.rank).read_text(encoding="utf-8", errors="replace")
-    return found
-
-
-def _write_to_pipe(path: Path) -> None:
-    """Wake whoever reads there; nobody is waited for."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, b"1\n")
-    finally:
-        os.close(descriptor)
-
-
-def _await_stacks(folder: Path, rank: int) -> None:
-    """Wait until a rank has begun to write its stacks, a little while at most."""
-    deadline = time.monotonic() + _STACKS_SECONDS
-    while time.monotonic() < deadline and not _stacks_file(folder, rank).stat().st_size:
-        time.sleep(0.001)
-
-
-def _stacks_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.stacks"
 
 
 def _report(message: str, views: list[PulseView], states: Mapping[int, str], stacks: Mapping[int, str], now: float) -> str:
