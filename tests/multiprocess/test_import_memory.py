@@ -1,0 +1,78 @@
+"""A Hugging Face folder comes into a cut model slice by slice: no rank ever holds more than its own share and one slice."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardwright.architecture import read_config
+from shardwright.config.training import PrecisionSection
+from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.export import write_folder
+from shardwright.model.init import initialise
+from shardwright.model.load import WeightsFolder
+from shardwright.numerics import chunked_cross_entropy
+from shardwright.parallel import apply_layout, build_mesh
+from shardwright.parallel.model import local_part
+from shardwright.plan import BatchPlan, Plan
+from tests.multiprocess.pool import RankPool
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+}
+SHAPE = read_config(CONFIG)
+LARGEST_BYTES = 4 * max(spec.num_elements for spec in SHAPE.parameters())
+
+
+def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
+    """Bytes that the rank holds in the end, and the most it held on the way, by the allocator's events."""
+    with torch.device("meta"):
+        decoder = Decoder(SHAPE, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
+    weights = WeightsFolder(folder)
+    weights.check(SHAPE)
+    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection())
+    mesh, device = build_mesh(layout, "cpu"), torch.device("cpu")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = apply_layout(
+            decoder, plan, mesh, device, fill=lambda name, narrow: weights.read(name, narrow=narrow, dtype=torch.float32)
+        )
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return sum(4 * local_part(parameter).numel() for _, parameter in model.named_parameters()), peak
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [
+        (Layout(dp_shard=4, zero_stage=3), 0.25),
+        (Layout(dp_shard=2, zero_stage=3, tp=2), 0.25),
+        (Layout(pp=2, dp_shard=2, zero_stage=1), 0.35),  # the stages' embedding and head are of a size, their norms are not
+    ],
+    ids=str,
+)
+def test_no_rank_holds_more_than_its_share_and_one_slice(ranks: RankPool, tmp_path: Path, layout: Layout, share: float) -> None:
+    specs = {spec.name: spec for spec in SHAPE.parameters()}
+    folder = tmp_path / "model"
+    written = write_folder(folder, SHAPE, lambda name: initialise(specs[name], 0, dtype=torch.float32), max_shard_bytes=200_000)
+    assert len(written.weight_files) > 3
+    for held, peak in ranks.run(4, import_folder, layout, folder):
+        assert held <= share * 4 * SHAPE.num_parameters + 4096
+        assert peak <= held + LARGEST_BYTES * share * 1.5 + 16384
+        assert peak >= held  # the events were seen
