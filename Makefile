@@ -31,7 +31,7 @@ demo: $(STAMP) ## learn Python from its own standard library: two processes, ZeR
 	@$(BIN)/python -m recipes.demo
 
 test: $(STAMP) ## all tests but the long suites
-	@$(TESTS) -m "not long and not gpu"
+	@$(TESTS) --max-suite-reruns 3 --rerun-show-tracebacks -m "not long and not gpu"
 
 check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
 	@$(BIN)/ruff format --check src tests benchmarks recipes
@@ -39,8 +39,8 @@ check: $(STAMP) ## format, lint, types, layers, doctests, unit tests
 	@$(BIN)/mypy
 	@$(PYTEST) -q -m "not long" tests/architecture tests/unit src --doctest-modules
 
-test-all: $(STAMP) ## everything: the full layout matrix, soaks and fuzzers too
-	@$(TESTS)
+test-all: $(STAMP) ## everything, once: the full layout matrix, soaks and fuzzers, with new random examples
+	@$(TESTS) -p no:rerunfailures --hypothesis-profile=exploring
 
 verify-all: $(STAMP) ## gradients of every cut, pair and product against one process: the whole matrix
 	@$(BIN)/shardwright verify --all
