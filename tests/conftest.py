@@ -23,7 +23,7 @@ OTHER_PROCESSES = frozenset({"subprocess", "threading", "socket"})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What depends on the machine's other processes may fail once and is told by name (docs/decisions/0050-tests-tried-twice.md)."""
+    """What depends on other processes may fail once, and is told by name: docs/decisions/0050-tests-tried-twice.md."""
     if not config.pluginmanager.hasplugin("rerunfailures"):
         return
     for item in items:
