@@ -40,13 +40,13 @@ PipelineKey = tuple[StageCut, bool]
 
 
 class PipelineBounds:
-    """What is needed to bound one pipeline's time, worked out once for all costs and numbers of micro-batches: layers of the first
-    and the last rank, and of the stages before them."""
+    """What is needed to bound one pipeline's time, worked out once for all costs and numbers of micro-batches: layers of the ranks
+    that differ, and of the stages before the last of each kind."""
 
     def __init__(self, pipeline: PipelineShape) -> None:
         self.split = pipeline.num_ranks > 1 and splits_backward(pipeline.schedule)
         cut = pipeline.cut
-        self.loads = [(pipeline.load_of(rank), before) for rank, before in cut.ends]
+        self.loads = [(pipeline.load_of(rank), before) for rank, before in cut.furthest]
         self.least, self.most = cut.least, cut.most
         self.key: PipelineKey = (cut, self.split)
         """Pipelines of one key take equally long at least, with as many micro-batches."""

@@ -36,8 +36,7 @@ class StageLoad:
     num_stages: int = 1
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """Bytes between steps, and elements that the moments of a step need."""
 
     weights: float
@@ -51,7 +50,8 @@ class Standing:
     held: Held
     trained: Held
     at_loss: float
-    """All of that beside the activations that are kept at the loss: no micro batch, recompute or schedule can save it."""
+    """All of that beside the activations that are kept at the loss, with what sharding gathers: no micro batch, recompute or
+    schedule can save it."""
 
 
 def predict_memory(
@@ -142,7 +142,10 @@ def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Sta
     elif candidate.offload == "parameters":
         weights, optimizer, gradients, reduced, updated = 0.0, 0.0, 0.0, 0.0, 0.0
     at_loss = weights + optimizer + _gradients_at_loss(candidate, gradients)
-    return Standing(weights, gradients, reduced, updated, optimizer, held, trained, at_loss)
+    standing = Standing(weights, gradients, reduced, updated, optimizer, held, trained, at_loss)
+    if stage == 0 or layout.fsdp == 1:
+        return standing  # copies in the compute precision are the business of the micro-batches in flight
+    return standing._replace(at_loss=at_loss + _gathered(facts, candidate, load, standing, root=False))
 
 
 def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Held, trained: Held) -> float:

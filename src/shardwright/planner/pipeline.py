@@ -96,10 +96,13 @@ class StageCut:
         return tuple(map(max, zip(*self.layers, strict=True)))
 
     @cached_property
-    def ends(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The first and the last rank, each with the layers that a micro-batch passes before it comes to them."""
-        ranks = sorted({0, self.num_ranks - 1})
-        return tuple((rank, _add_up(self.stages[: self.held[rank][0]])) for rank in ranks)
+    def furthest(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The last of each set of ranks that hold alike, with the layers that a micro-batch passes before it comes to them."""
+        last: dict[tuple[object, ...], int] = {}
+        for rank, stages in enumerate(self.held):
+            mine = [self.stages[index] for index in stages]
+            last[self.layers[rank], any(stage.embedding for stage in mine), any(stage.head for stage in mine)] = rank
+        return tuple((rank, _add_up(self.stages[: self.held[rank][0]])) for rank in last.values())
 
     def load(self, rank: int, in_flight: float) -> StageLoad:
         """What a rank has to hold."""
@@ -114,6 +117,7 @@ class StageCut:
 
 
 def _add_up(stages: Sequence[StageLayers]) -> tuple[int, ...]:
+    """Layers of each kind; none of no stage."""
     return tuple(map(sum, zip(*(stage.layers for stage in stages), strict=True)))
 
 

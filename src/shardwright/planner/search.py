@@ -4,7 +4,8 @@ A partial choice carries a lower bound of the seconds of every complete one belo
 first; a complete one that comes up is better than all that is left. Memory is asked first: what no further choice can save is
 checked before anything is timed.
 
-    0  degrees                        as 1 of its largest micro batch that fits: per row none costs less
+    0  degrees                        as 1 of the whole batch at once: per row nothing costs less
+                                      as 1 of its largest micro batch that fits
     1  micro batch                    what the first rank keeps under the leanest recomputation and schedule; compute of the first
                                       and the last rank, and their wait for the first micro-batch
     2  recompute, methods of tp, cp   that with its traffic; what the first rank keeps under the schedule that keeps least
@@ -128,7 +129,7 @@ class _Search:
 
     def run(self, top: int, patience: int) -> Found:
         for alike in self.space.degrees():
-            self._push_alike(alike)
+            self._push_roughly(alike)
         left = patience
         while self._heap:
             bound, cuts, _, open_ = heapq.heappop(self._heap)
@@ -145,6 +146,7 @@ class _Search:
         table = self._done | {key: prediction for key, prediction in self._seen.items() if key not in self._done}
         self.found.predictions = sorted(table.values(), key=lambda prediction: prediction.time.step)
         self.found.num_proven = len(self._done)
+        self._heap.clear()  # what was never opened refers back to this search: let go of it without the collector of cycles
         return self.found
 
     def _push(self, seconds: float, degrees: Degrees, open_: Callable[[], None]) -> None:
@@ -155,18 +157,30 @@ class _Search:
 
     # 0 and 1: degrees, with micro batches; what recomputation, tp and cp can save at most
 
-    def _push_alike(self, alike: tuple[Degrees, ...]) -> None:
-        """Degrees that differ in their micro batch: more rows at once never cost more each, so one bound holds for all of them."""
-        if len(alike) == 1 or self.predictor.cluster.profile is not None:
+    def _push_roughly(self, alike: tuple[Degrees, ...]) -> None:
+        """Degrees that differ in their micro batch, before memory is asked: by what rows cost that all go at once, which few costs
+        say of all pipelines. Most degrees never come up again."""
+        rows = self.question.global_batch_size
+        if len(alike) == 1 or rows is None or self.predictor.cluster.profile is not None:
             self._open_alike(alike)  # measured rates may be anything
             return
+        most = alike[-1]._replace(micro_batch=rows)
+        self._push(self._least(alike, most), most, partial(self._push_alike, alike))
+
+    def _push_alike(self, alike: tuple[Degrees, ...]) -> None:
+        """The same with the largest micro batch that fits: more rows at once never cost more each, so one bound holds for all."""
         largest = next((degrees for degrees in reversed(alike) if self._may_fit(degrees)), None)
         if largest is None:
             return
-        costs, rows = self._costs_of(largest, PLAIN), largest.micro_batch * largest.accumulation
+        fitting = tuple(degrees for degrees in alike if degrees.micro_batch <= largest.micro_batch)
+        self._push(self._least(alike, largest), largest, partial(self._open_alike, fitting))
+
+    def _least(self, alike: tuple[Degrees, ...], largest: Degrees) -> float:
+        """Seconds of any of them at least, by what a row costs in the largest micro batch."""
+        costs, rows = self._costs_of(largest, PLAIN), alike[0].micro_batch * alike[0].accumulation
         share = alike[0].micro_batch / largest.micro_batch  # of the largest one's time: a first micro-batch as small as may be
-        least = min(bounds.seconds(costs, rows / largest.micro_batch, share) for bounds in self._apart(alike))
-        self._push(least, largest, partial(self._open_alike, tuple(d for d in alike if d.micro_batch <= largest.micro_batch)))
+        pipelines = self._apart(alike)
+        return min((bounds.seconds(costs, rows / largest.micro_batch, share) for bounds in pipelines), default=float("inf"))
 
     def _apart(self, alike: tuple[Degrees, ...]) -> list[PipelineBounds]:
         """Pipelines of any of the micro batches, each set of stages once."""
@@ -195,8 +209,8 @@ class _Search:
             ways = [PLAIN._replace(recompute=recompute) for recompute in self.question.recomputes]
             leanest = self._leanest[key] = [self._kept_of(degrees, way) for way in ways]
         kept = min(each.least(pipelines.passes) for each in leanest)
-        return self._fits(kept) and self._fits(
-            self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + kept
+        return self._fits_live(degrees, kept) and self._fits_live(
+            degrees, self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + kept
         )
 
     # 2: recomputation, and how tp and cp talk
@@ -209,7 +223,7 @@ class _Search:
         for how in self.space.hows(degrees):
             kept = self._kept_of(degrees, how)
             least = kept.least(pipelines.passes)
-            if self._fits(standing + least):
+            if self._fits_live(degrees, standing + least):
                 costs = self._costs_of(degrees, how)
                 bounds = {each.key: each.bound(costs, degrees.accumulation) for each in pipelines.apart}
                 seconds = min(bound.seconds for bound in bounds.values())
@@ -258,7 +272,7 @@ class _Search:
         every = together(list(chosen.bounds.values()))
         for sharding in self.space.shardings(degrees):
             standing = self._standing_of(degrees, chosen.pipelines.first, sharding).at_loss
-            if self._is_done(degrees, sharding) or not self._fits(standing + chosen.least_kept):
+            if self._is_done(degrees, sharding) or not self._fits_live(degrees, standing + chosen.least_kept):
                 continue
             moving, after = self._data_bound(degrees, sharding, every.layers).seconds(degrees.accumulation, every)
             seconds = every.seconds + moving + after
@@ -287,6 +301,13 @@ class _Search:
         key = degrees[:4]
         return all((*key, zero) in self._done for zero in self.question.zero_stages)
 
+    def _fits_live(self, degrees: Degrees, num_bytes: float) -> bool:
+        """Whether so many live bytes fit beside what the allocator and the driver hold in any case."""
+        efficiency = self.predictor.efficiency
+        communicators = efficiency.communicator_bytes * (degrees.cuts + (degrees.data > 1))
+        beside = efficiency.reserve_bytes + efficiency.context_bytes + communicators
+        return self._fits(num_bytes * (1 + efficiency.reserve_share) + beside)
+
     def _fits(self, num_bytes: float) -> bool:
         if num_bytes <= self.predictor.capacity:
             return True
@@ -303,7 +324,7 @@ class _Search:
         for scheduled in chosen.pipelines.each:
             load = scheduled.first
             kept = chosen.kept.least(tuple(load.in_flight * count for count in load.layers))
-            if self._fits(self._standing_of(degrees, load, sharding).at_loss + kept):
+            if self._fits_live(degrees, self._standing_of(degrees, load, sharding).at_loss + kept):
                 seconds = chosen.bounds[scheduled.bounds.key].seconds + moving + after
                 self._push(seconds, degrees, partial(self._open_schedule, chosen, sharding, scheduled, after))
 
