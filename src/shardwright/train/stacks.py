@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardwright.train.pulse import PIPE_STEM, STACKS_SIGNAL, PulseView
 
-_AT_MOST_SECONDS = 5.0
+_AT_MOST_SECONDS = 20.0
 """For a rank that is held inside the kernel and will never write."""
 _OTHERS_SECONDS = 1.0
 """Granted where nobody tells when it is over: to NCCL for its record, and where there is no /proc."""
