@@ -26,6 +26,8 @@ from shardwright.errors import RankFailed
 
 _GRACE_SECONDS = 2.0
 """How long the other ranks have to say what happened to them, once one has failed."""
+_CAUSE_SECONDS = 10.0
+"""The same where all that has failed so far may only be what came of it: a neighbour that is gone. The cause may be slower."""
 
 
 @dataclass
@@ -131,7 +133,8 @@ class RankPool:
                 else:
                     results[rank] = answer[0]
             if failures:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                consequence = all(failure is not None and _may_follow(failure) for failure in failures.values())
+                deadline = min(deadline, time.monotonic() + (_CAUSE_SECONDS if consequence else _GRACE_SECONDS))
         if failures:
             _raise_first(failures, workers)
         if waiting:
@@ -145,15 +148,20 @@ def _raise_first(failures: dict[int, _Failure | None], workers: Sequence[_Worker
 
     def weight(item: tuple[int, _Failure | None]) -> tuple[bool, int]:
         failure = item[1]
-        return (failure is not None and isinstance(failure.error, dist.DistError | RuntimeError), item[0])
+        return (failure is not None and _may_follow(failure), item[0])
 
     rank, failure = min(failures.items(), key=weight)
     if failure is None:
-        workers[rank].process.join(timeout=_GRACE_SECONDS)
+        workers[rank].process.join(timeout=_CAUSE_SECONDS)
         code = workers[rank].process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
         raise RankFailed(f"rank {rank} of {len(workers)} {how}")
     raise RankFailed(f"rank {rank} of {len(workers)}: {failure.error}\n{failure.trace}") from failure.error
+
+
+def _may_follow(failure: _Failure) -> bool:
+    """Whether it may be what a rank says whose neighbour is gone."""
+    return isinstance(failure.error, dist.DistError | RuntimeError)
 
 
 def _serve(pipe: connection.Connection, rank: int, num_ranks: int, port: int, timeout_seconds: float) -> None:
