@@ -25,7 +25,7 @@ class WaitingDisk(Disk):
         self.go = threading.Event()
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        assert self.go.wait(30)
+        assert self.go.wait(250)
         super().write(descriptor, data)
 
 
@@ -90,7 +90,7 @@ def held_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go, take = threading.Event(), HostCopy.take
 
     def wait(copy: HostCopy, *arguments: Any, **options: Any) -> list[torch.Tensor]:
-        assert go.wait(30)
+        assert go.wait(250)
         return take(copy, *arguments, **options)
 
     monkeypatch.setattr(HostCopy, "take", wait)

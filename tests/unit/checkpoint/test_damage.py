@@ -305,7 +305,7 @@ def fuzz(root: Path, rounds: int) -> int:
             for entry in manifest.tensors.values():
                 assert {part.file for part in entry.slices} <= {SHARD}
         refused += bool(faults)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
     assert refused > rounds * 0.7
     assert before == {path: path.stat().st_mtime_ns for path in before}
     return refused

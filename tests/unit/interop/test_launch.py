@@ -74,7 +74,7 @@ def run_script(folder: Path, text: str, status: int, restarts: int = 0) -> tuple
     (folder / "scontrol.log").unlink(missing_ok=True)
     told = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{folder}:{os.environ['PATH']}"}
     told |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-    done = subprocess.run(["bash", "-c", text], cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run(["bash", "-c", text], cwd=folder, env=told, capture_output=True, text=True, check=False, timeout=250)
     log = folder / "scontrol.log"
     return done.returncode, log.read_text().splitlines() if log.exists() else []
 

@@ -21,7 +21,7 @@ class Ranks:
 
     def __init__(self, layout: Layout) -> None:
         self.grid, self.size = RankGrid(layout), layout.world_size
-        self.barrier = threading.Barrier(self.size, timeout=20)
+        self.barrier = threading.Barrier(self.size, timeout=250)
         self.table: dict[int, Tensor] = {}
         self.calls: list[tuple[str, ...]] = []
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_a_closed_port_is_told_with_its_address(port: int) -> None:
     with pytest.raises(NotMet, match=rf"127\.0\.0\.1:{port} was not reached .*the port is closed") as caught:
         reach("127.0.0.1", port, 0.5)
     assert caught.value.finding.verdict == "fail"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_an_unknown_name_is_told_as_such(port: int) -> None:
@@ -95,7 +96,7 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=250)
     return results
 
 
@@ -196,8 +197,22 @@ def test_who_is_behind_is_named() -> None:
     assert "every rank is in it" in judge_standstill("correctness", 60, meeting, STAGES).value
 
 
-def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke() -> None:
-    stores, expired = connected(2), []
+class SlowStore:
+    """A store at which the clock goes on by a second whenever somebody waits."""
+
+    def __init__(self, store: dist.Store, clock: Clock) -> None:
+        self.store, self.clock = store, clock
+        self.check, self.add = store.check, store.add
+
+    def wait(self, keys: list[str], most: timedelta) -> None:
+        self.clock.now += 1.0
+        self.store.wait(keys, most)
+
+
+def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, (stores, expired) = Clock(), (connected(2), list[str]())
+    monkeypatch.setattr("shardwright.probe.watch.time", clock)
+    monkeypatch.setattr("shardwright.probe.watch._POLL", timedelta(milliseconds=50))
     watches = [Watch(6.0, expired.append, 0, store) for store in stores]
 
     def be_slow(rank: int) -> Any:
@@ -206,10 +221,13 @@ def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke() 
                 watches[0].wait("begun/copies")  # longer than its own time-out
                 with pytest.raises(RankFailed, match="broken off"):
                     watches[0].wait("begun/folders")
-                return wait_for_reports(stores[0], {0: "here", 1: "report/1", 2: "report/2"}, 0.5)
-            for _ in range(6):
-                time.sleep(1.2)
+                reports = {0: "here", 1: "report/1", 2: "report/2"}
+                return wait_for_reports(SlowStore(stores[0], clock), reports, 0.5)  # type: ignore[arg-type]
+            for _ in range(4):
+                clock.now += 2.0
                 watches[1].progress()
+                while watches[0]._since < clock.now:  # until it has seen that
+                    time.sleep(0.01)
             stores[1].set("begun/copies", "1")
             stores[1].set("report/1", "{}")
             stores[1].set("here", "1")

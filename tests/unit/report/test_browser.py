@@ -113,7 +113,7 @@ def open_in(browser: str, page: str, servers: list[Server], profile: Path, width
         "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr",
         f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom", servers[-1].address,
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
 
 
 def console_of(done: subprocess.CompletedProcess[str]) -> list[str]:

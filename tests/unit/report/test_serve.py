@@ -40,7 +40,7 @@ def server(run: Path) -> Iterator[LiveServer]:
 def ask(server: LiveServer, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, str, http.client.HTTPMessage]:
     """Status, body and headers."""
     port = server.server_address[1]
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     connection.request(method, path, headers={"Host": host or f"127.0.0.1:{port}"})
     answer = connection.getresponse()
     body = answer.read().decode()
@@ -129,7 +129,7 @@ def test_an_open_page_takes_up_what_the_run_has_said_since(browser: str, run: Pa
         "--disable-background-networking", "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", server.address,
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     finally:
         server.shutdown()
         server.server_close()
@@ -147,11 +147,11 @@ def test_the_verb_says_its_address_serves_and_ends_on_ctrl_c(run: Path) -> None:
             address = process.stdout.readline()
             found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]+/)\n", address)
             assert found, address
-            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=120)
             connection.request("GET", found[2])
             assert connection.getresponse().status == 200
             os.kill(process.pid, signal.SIGINT)
-            _, said = process.communicate(timeout=20)
+            _, said = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == ExitCode.DONE

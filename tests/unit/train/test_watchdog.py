@@ -94,7 +94,7 @@ pulse = Pulse(pathlib.Path(sys.argv[1]), int(sys.argv[2]), 2)
 pulse.begin("step", 4.0, step=3)
 def stand_still():
     print("up", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 stand_still()
 """
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(rank)], stdout=subprocess.PIPE) for rank in range(2)]
@@ -102,9 +102,10 @@ stand_still()
         assert process.stdout is not None
         process.stdout.readline()
     ranks[1].send_signal(signal.SIGSTOP)
+    os.waitpid(ranks[1].pid, os.WUNTRACED)  # it stops when it is next given a core
     try:
         with Watcher(tmp_path, tmp_path / "hangs") as watcher:
-            assert ranks[1].wait(timeout=30) == -signal.SIGKILL
+            assert ranks[1].wait(timeout=250) == -signal.SIGKILL
         assert watcher.verdict is not None
         assert watcher.verdict.culprits == (1,)
         (report,) = (tmp_path / "hangs").iterdir()
