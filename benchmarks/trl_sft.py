@@ -29,7 +29,6 @@ import torch
 from benchmarks.conditions import read_conditions
 from shardwright.config.load import validate_recipe
 from shardwright.data.loader import collate
-from shardwright.data.preview import count_free_positions
 from shardwright.train.preflight import check
 from shardwright.train.setup import build_state
 from shardwright.train.step import accumulate_gradients, update
@@ -168,7 +167,7 @@ def with_shardwright(model: Path, path: Path, steps: int, packing: str) -> Told:
         told.losses.append(loss.mean())
         told.seconds.append(time.perf_counter() - began)
         told.supervised.append(batch.num_supervised)
-        told.tokens.append(sum(LENGTH - count_free_positions(row) for row in rows))
+        told.tokens.append(sum(LENGTH - row.num_free for row in rows))
     return told
 
 

@@ -65,6 +65,15 @@ class SyntheticDataset:
         """Tokens predicted in one pass."""
         return NUM_SAMPLES * (self.sequence_length - 1)
 
+    @property
+    def is_uneven(self) -> bool:
+        """No."""
+        return False
+
+    def num_used(self, index: int, epoch: int = 0) -> int:
+        """All positions."""
+        return self.sequence_length
+
     def sample(self, index: int, epoch: int = 0) -> Sample:
         """The sample that the order reads when it says `index`: the next one."""
         place = self._position_of(epoch)[index]

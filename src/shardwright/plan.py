@@ -24,6 +24,9 @@ class BatchPlan:
     micro_batch_size: int
     gradient_accumulation_steps: int
     data_ranks: int
+    row_multiple: int | None = None
+    """Rows are filled up to the longest of their micro-batch, rounded up to a multiple of so many tokens, and to sequence_length
+    at most; None fills every row to sequence_length."""
 
     @property
     def global_batch_size(self) -> int:
@@ -32,7 +35,7 @@ class BatchPlan:
 
     @property
     def global_batch_tokens(self) -> int:
-        """Tokens per optimizer step."""
+        """Tokens per optimizer step; where rows end with the longest of their micro-batch, at most."""
         return self.global_batch_size * self.sequence_length
 
 
@@ -72,6 +75,17 @@ def resolve(recipe: Recipe, world_size: int) -> Plan:
         precision=recipe.precision,
         recompute=recipe.recompute,
     )
+
+
+def row_multiple(layout: Layout, at_least: int = 1) -> int:
+    """A multiple of `at_least` tokens such that rows come out even under every cut of a row that the layout makes.
+
+    Zigzag takes 2 x cp chunks, sequence parallelism tp equal shares of a context rank's tokens.
+
+    >>> row_multiple(Layout(tp=2, cp=3), 8)
+    24
+    """
+    return math.lcm(at_least, 2 * layout.cp * layout.tp)
 
 
 def _check_schedule(layout: Layout, batch: BatchPlan, *, compiles: bool) -> None:

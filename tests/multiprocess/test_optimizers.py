@@ -23,7 +23,14 @@ from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.init import initialise
-from shardwright.optim import build_optimizer, load_optimizer_values, optimizer_moments, optimizer_values, set_learning_rate
+from shardwright.optim import (
+    adamw_8bit,
+    build_optimizer,
+    load_optimizer_values,
+    optimizer_moments,
+    optimizer_values,
+    set_learning_rate,
+)
 from shardwright.optim.adafactor import Adafactor
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel import matrices as matrices_module
@@ -43,6 +50,8 @@ MOE: dict[str, Any] = {
 }  # fmt: skip
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 70}
 EVEN = LLAMA | {"intermediate_size": 28, "num_key_value_heads": 1}
+VERIFIED = {"adamw_8bit": WIDE | {"hidden_size": 72, "head_dim": 18, "intermediate_size": 130, "vocab_size": 71}}
+"""Matrices large enough for 8 bits, whose rows are no multiples of a block."""
 
 RULES: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
@@ -154,9 +163,31 @@ def test_a_rank_that_looks_at_its_own_part_only_is_found_out(ranks: RankPool, ru
     assert worst(weights_after(LLAMA, Layout(), rule), got) > 1e-3
 
 
+@contextmanager
+def blocks_of_own_shard() -> Iterator[None]:
+    """Blocks run on from row to row of what a rank holds, as torchao's do."""
+    encode, decode = adamw_8bit._Codec.encode, adamw_8bit._Codec.decode
+
+    def flat(self: Any, *tensors: Tensor) -> tuple[int, list[Tensor]]:
+        """Whole rows of one long one, as many as there are blocks; what is left over rests under the scales that it had."""
+        return tensors[0].numel() // self.block_size * self.block_size, [tensor.view(1, -1) for tensor in tensors]
+
+    def encode_flat(self: Any, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
+        end, (values_1N, codes_1N, scales_1K) = flat(self, values, codes, scales)
+        encode(self, values_1N[:, :end], codes_1N[:, :end], scales_1K[:, : end // self.block_size], signed=signed)
+
+    def decode_flat(self: Any, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        end, (codes_1N, scales_1K) = flat(self, codes, scales)
+        known = decode(self, codes_1N[:, :end], scales_1K[:, : end // self.block_size], signed=signed)
+        return torch.cat([known, known.new_zeros(1, codes.numel() - end)], dim=1).view(codes.shape)
+
+    with mock.patch.multiple(adamw_8bit._Codec, encode=encode_flat, decode=decode_flat):
+        yield
+
+
 def failing(ranks: RankPool, rule: str, mutation: Mutation | None) -> set[str]:
     """What `verify` finds wrong of a recipe with this rule."""
-    recipe, layouts = recipe_of(LLAMA, optimizer=RULES[rule]), [Layout(dp_shard=2, zero_stage=3)]
+    recipe, layouts = recipe_of(VERIFIED.get(rule, LLAMA), optimizer=RULES[rule]), [Layout(dp_shard=2, zero_stage=3)]
     options: dict[str, Any] = {"sequence_length": 12, "pool": ranks, "mutation": mutation}
     (cell,) = verify(recipe, shape_of(recipe), layouts, [Case(2)], ["float64"], **options).cells
     assert cell.failure is None
@@ -164,12 +195,15 @@ def failing(ranks: RankPool, rule: str, mutation: Mutation | None) -> set[str]:
     return {finding.quantity for finding in cell.findings if not finding.passed}
 
 
-def test_verify_sees_a_wrong_update_of_the_recipes_rule(ranks: RankPool) -> None:
-    assert failing(ranks, "muon", own_pieces_only) == {"weights after muon"}
+@pytest.mark.parametrize(("rule", "bug"), [("muon", own_pieces_only), ("adamw_8bit", blocks_of_own_shard)])
+def test_verify_sees_a_wrong_update_of_the_recipes_rule(ranks: RankPool, rule: str, bug: Mutation) -> None:
+    assert failing(ranks, rule, bug) == {f"weights after {rule}"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("rule", "bug"), [("muon", own_pieces_only), ("adafactor", own_sums_only)])
+@pytest.mark.parametrize(
+    ("rule", "bug"), [("muon", own_pieces_only), ("adafactor", own_sums_only), ("adamw_8bit", blocks_of_own_shard)]
+)
 def test_verify_holds_the_recipes_rule_to_one_process(ranks: RankPool, rule: str, bug: Mutation) -> None:
     assert not failing(ranks, rule, None)
     assert failing(ranks, rule, bug) == {f"weights after {rule}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -71,9 +72,14 @@ def differentiate(model: ParallelModel) -> float:
     return accumulate_gradients(model, batches, seed=11, step=4).mean()
 
 
+def noise_size(alpha: float) -> float:
+    """NEFTune's, of full rows."""
+    return alpha / math.sqrt(BATCH.sequence_length * CONFIG["hidden_size"])
+
+
 def gradients(layout: Layout, smoothing: float, alpha: float) -> tuple[float, dict[str, Tensor | None]]:
     model = build(layout)
-    model.decoder.label_smoothing, model.decoder.noise_alpha = smoothing, alpha
+    model.decoder.label_smoothing, model.decoder.noise_size = smoothing, noise_size(alpha)
     loss = differentiate(model)
     return loss, {name: model.full_gradient(name) for name in model.layouts}
 
@@ -109,7 +115,7 @@ def test_neither_acts_outside_of_training() -> None:
     model = build(Layout())
     losses = []
     for smoothing, alpha in ((0.0, 0.0), (0.2, 5.0)):
-        model.decoder.label_smoothing, model.decoder.noise_alpha = smoothing, alpha
+        model.decoder.label_smoothing, model.decoder.noise_size = smoothing, noise_size(alpha)
         model.decoder.eval()
         losses.append(differentiate(model))
     assert losses[0] == losses[1]

@@ -25,7 +25,7 @@ from shardwright.data.fit import ReadShape, prepare_for_model
 from shardwright.data.formats import KINDS
 from shardwright.data.order import SampleOrder
 from shardwright.data.prepare import Prepared
-from shardwright.data.preview import Span, count_free_positions, read_spans
+from shardwright.data.preview import Span, read_spans
 from shardwright.data.report import SideReport
 from shardwright.errors import RecipeError
 from shardwright.plan import count_steps, resolve, resolve_batch
@@ -117,7 +117,7 @@ def show_samples(recipe: Recipe, prepared: Prepared, side: Side, position: int, 
         index, epoch = (order.index_at(here), order.epoch_at(here)) if side == "train" else (here, 0)
         sample = dataset.sample(index, epoch)
         spans = read_spans(sample, prepared.tokenizer)
-        num_free = count_free_positions(sample)
+        num_free = sample.num_free
         supervised = sum(span.num_tokens for span in spans if span.supervised)
         shown.append(ShownSample(side, here, index, len(sample.labels) - num_free, supervised, num_free, spans))
     return shown

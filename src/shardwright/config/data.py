@@ -63,6 +63,12 @@ class DataSection(Section):
     packing: Literal["auto", "windows", "documents", "none"] = "auto"
     """`windows`: the corpus is one stream, cut into windows. `documents`: documents are laid side by side, and attention
     and positions respect their boundaries. `none`: a row for each document. `auto`: windows for plain text, else documents."""
+    padding: Literal["longest", "max_length"] = "longest"
+    """How far rows that are not full are filled up: to the `longest` of their micro-batch (with `packing: none` the rows of a
+    step are dealt to micro-batches by length), or to sequence_length. What fills them is never seen and never learnt, so that
+    loss and gradients are the same. Rows of compiled blocks, and of experts with balance losses or a capacity, keep one length."""
+    pad_to_multiple_of: Positive = 8
+    """`padding: longest` rounds lengths up to a multiple of this, and of what the layout cuts rows into."""
     overlong: Literal["cut", "drop", "refuse"] = "cut"
     """A document longer than sequence_length is cut into rows that do not see each other, or left out, or an error; the
     first two are counted. For `packing: documents` and `none`."""

@@ -121,7 +121,7 @@ def _open_part(
 
     name = f"packed/{key_of([PACKING_VERSION, key, side, length, overlong, alone, source])}"
     laid = Packing.load(build_once(root, name, build) / "packing.npz")
-    dataset = PackedDataset(store.tokens, laid, length, store.supervised, store.weights)
+    dataset = PackedDataset(store.tokens, laid, length, store.supervised, store.weights, alone)
     if not len(dataset):
         dropped = dataset.packing.num_dropped
         raise DataError(

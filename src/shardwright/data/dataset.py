@@ -21,6 +21,8 @@ TokenArray = npt.NDArray[np.unsignedinteger]
 class Sample(NamedTuple):
     """One sequence. `labels[t]` is the target for position t: already shifted, IGNORED_LABEL where nothing is supervised.
 
+    `num_free` positions at the end hold nothing; they supervise nothing, and what comes before does not see them.
+
     `weights[t]` is what the loss of label t weighs; None is 1. A dataset gives weights for all of its samples or for none.
     """
 
@@ -29,6 +31,7 @@ class Sample(NamedTuple):
     positions: Int64Array
     document_ids: Int64Array | None
     weights: npt.NDArray[np.float32] | None = None
+    num_free: int = 0
 
 
 class TokenDataset(Protocol):
@@ -44,7 +47,16 @@ class TokenDataset(Protocol):
         """Tokens predicted in one pass over all samples."""
         ...
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether samples differ much in length, so that it is worth asking for it."""
+        ...
+
     def __len__(self) -> int: ...
+
+    def num_used(self, index: int, epoch: int = 0) -> int:
+        """Positions of sample `index` that hold something."""
+        ...
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
         """Sample `index` as it is cut in `epoch`."""
@@ -79,6 +91,15 @@ class WindowDataset:
         """Tokens predicted in one pass."""
         return max(0, len(self.tokens) - 1) if self.whole else len(self) * self.sequence_length
 
+    @property
+    def is_uneven(self) -> bool:
+        """No: a window is full, but for the last of all."""
+        return False
+
+    def num_used(self, index: int, epoch: int = 0) -> int:
+        """Positions of window `index` that hold text."""
+        return min(self.sequence_length, len(self.tokens) - 1 - self.offset(epoch) - index * self.sequence_length)
+
     def offset(self, epoch: int) -> int:
         """First token of the first window of an epoch."""
         if self.whole:
@@ -97,4 +118,4 @@ class WindowDataset:
         if missing := length - len(inputs):
             inputs = np.pad(inputs, (0, missing))
             labels = np.pad(labels, (0, missing), constant_values=IGNORED_LABEL)
-        return Sample(inputs, labels, np.arange(length), None)
+        return Sample(inputs, labels, np.arange(length), None, num_free=missing)

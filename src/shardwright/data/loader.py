@@ -18,7 +18,7 @@ from shardwright.plan import BatchPlan
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank sees in one forward pass. All tensors are int64, but for the weights.
+    """What one rank sees in one forward pass. All tensors are int64, but for the weights; T may change from batch to batch.
 
     `labels_BT` is already shifted; IGNORED_LABEL (-100) is not supervised. `document_ids_BT` None: each row is one causal
     document. `sample_indices_B` are global positions in the order: equal on every layout, so randomness keyed by them is too.
@@ -70,18 +70,26 @@ def step_micro_batches(dataset: TokenDataset, order: SampleOrder, batch: BatchPl
     """The micro-batches that a data rank reads in an optimizer step, in order of accumulation.
 
     Step s reads the global positions s x G to (s + 1) x G - 1 whatever the layout; accumulation pass a of data rank r takes
-    the micro_batch_size positions from s x G + (a x data_ranks + r) x micro_batch_size on.
+    the micro_batch_size positions from s x G + (a x data_ranks + r) x micro_batch_size on. Where rows end with the longest of
+    their micro-batch and differ much, the positions of the step are put in order of length first, longest first: a micro-batch
+    then has rows that are alike, and so have the data ranks, which wait for each other. A step's gradient is a sum over its rows,
+    and randomness goes by a row's position, so neither knows of it.
     """
     if not 0 <= data_rank < batch.data_ranks:
         raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
-    micro = batch.micro_batch_size
+    micro, first = batch.micro_batch_size, step * batch.global_batch_size
+    positions: Sequence[int] = range(first, first + batch.global_batch_size)
+
+    def find(position: int) -> tuple[int, int]:
+        return order.index_at(position), order.epoch_at(position)
+
+    if batch.row_multiple is not None and len(positions) > micro and dataset.is_uneven:
+        positions = sorted(positions, key=lambda position: -dataset.num_used(*find(position)))
     micro_batches = []
     for accumulation in range(batch.gradient_accumulation_steps):
-        first = step * batch.global_batch_size + (accumulation * batch.data_ranks + data_rank) * micro
-        positions = range(first, first + micro)
-        micro_batches.append(
-            collate([dataset.sample(order.index_at(position), order.epoch_at(position)) for position in positions], positions)
-        )
+        start = (accumulation * batch.data_ranks + data_rank) * micro
+        here = positions[start : start + micro]
+        micro_batches.append(collate([dataset.sample(*find(position)) for position in here], here, batch.row_multiple))
     return micro_batches
 
 
@@ -102,11 +110,18 @@ def evaluation_micro_batches(
     for number in range(num_batches):
         first = (number * batch.data_ranks + data_rank) * micro
         indices = range(first, first + micro)
-        yield collate([dataset.sample(index) if index < len(dataset) else _unsupervised(dataset) for index in indices], indices)
+        samples = [dataset.sample(index) if index < len(dataset) else _unsupervised(dataset) for index in indices]
+        yield collate(samples, indices, batch.row_multiple)
 
 
-def collate(samples: Sequence[Sample], sample_indices: Sequence[int]) -> MicroBatch:
-    """Samples as rows of one micro-batch."""
+def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multiple: int | None = None) -> MicroBatch:
+    """Samples as rows of one micro-batch.
+
+    Args:
+        row_multiple: cut off what is free in every row, down to a multiple of so many tokens; None leaves rows as they are.
+    """
+    if row_multiple is not None:
+        samples = _without_free_columns(samples, row_multiple)
     labels_BT = np.stack([sample.labels for sample in samples])
     document_rows = [sample.document_ids for sample in samples if sample.document_ids is not None]
     assert len(document_rows) in (0, len(samples)), "a dataset gives document ids for all of its samples or for none"
@@ -123,6 +138,28 @@ def collate(samples: Sequence[Sample], sample_indices: Sequence[int]) -> MicroBa
         num_supervised=int(np.count_nonzero(supervised_BT)),
         weights_BT=None if weights_BT is None else torch.from_numpy(weights_BT),
         weight_sum=0.0 if weights_BT is None else float(weights_BT[supervised_BT].sum(dtype=np.float64)),
+    )
+
+
+def _without_free_columns(samples: Sequence[Sample], row_multiple: int) -> list[Sample]:
+    """The samples as long as the longest of them, rounded up: a function of what lies in the micro-batch alone.
+
+    All ranks that share its rows read the same micro-batch, and so come to the same length without asking.
+    """
+    longest = max(len(sample.labels) - sample.num_free for sample in samples)
+    length = max(1, -(-longest // row_multiple)) * row_multiple
+    return [_shortened(sample, length) if length < len(sample.labels) else sample for sample in samples]
+
+
+def _shortened(sample: Sample, length: int) -> Sample:
+    documents, weights = sample.document_ids, sample.weights
+    return Sample(
+        sample.input_ids[:length],
+        sample.labels[:length],
+        sample.positions[:length],
+        None if documents is None else documents[:length],
+        None if weights is None else weights[:length],
+        sample.num_free - (len(sample.labels) - length),
     )
 
 

@@ -55,6 +55,16 @@ class MixedDataset:
         """Tokens predicted in one epoch, on average over epochs."""
         return round(sum(n * part.num_supervised / len(part) for n, part in zip(self.counts, self.parts, strict=True)))
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether any part is."""
+        return any(part.is_uneven for part in self.parts)
+
+    def num_used(self, index: int, epoch: int = 0) -> int:
+        """Positions of sample `index` that hold something."""
+        part, inner, turn = self.locate(index, epoch)
+        return self.parts[part].num_used(inner, turn)
+
     def locate(self, index: int, epoch: int) -> tuple[int, int, int]:
         """The part, its sample, and the pass over the part in which it is read."""
         if not 0 <= index < len(self):

@@ -17,6 +17,8 @@ from shardwright.data.dataset import IGNORED_LABEL, Int64Array, Sample, TokenArr
 from shardwright.errors import DataError
 
 Overlong = Literal["cut", "drop", "refuse"]
+UNEVEN = 0.05
+"""From which share of free positions on rows are told by their length."""
 _PIECES_AT_A_TIME = 1 << 16
 
 
@@ -153,6 +155,8 @@ def _pieces(first_tokens: Int64Array, predictions: Int64Array, sequence_length: 
 class PackedDataset:
     """Rows of packed documents.
 
+    With `alone` a row is one piece and has no document ids: causal attention sees nothing behind a token anyway, and needs no mask.
+
     Within a piece, positions count from 0 and labels are the next tokens of the same document; the last position of a
     document predicts its end-of-text token, and nothing predicts the first token of the next document. Free positions at
     the end of a row have an id of their own and supervise nothing. The rows are the same in every epoch.
@@ -165,6 +169,7 @@ class PackedDataset:
     sequence_length: int
     supervised: npt.NDArray[np.uint8] | None = None
     weights: npt.NDArray[np.float32] | None = None
+    alone: bool = False
 
     def __len__(self) -> int:
         return self.packing.num_rows
@@ -178,6 +183,15 @@ class PackedDataset:
     def padding_fraction(self) -> float:
         """Share of positions that hold no document."""
         return 1.0 - int(self.packing.piece_lengths_P.sum()) / max(1, len(self) * self.sequence_length)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether much of the rows is free: a document or a pair each, as long as it happens to be."""
+        return self.padding_fraction > UNEVEN
+
+    def num_used(self, index: int, epoch: int = 0) -> int:
+        """Positions of row `index` that hold a document."""
+        return sum(num_positions for _, num_positions in self.pieces(index))
 
     def pieces(self, index: int) -> Iterator[tuple[int, int]]:
         """First token and number of positions of each piece of a row."""
@@ -204,6 +218,10 @@ class PackedDataset:
             positions[here] = np.arange(num_positions)
             document_ids[here] = number - 1
             at += num_positions
+        if self.alone:
+            # Frequencies that go by a document's length (longrope) read it off the last position.
+            positions[at:] = at - 1
+            return Sample(input_ids, labels, positions, None, weights, length - at)
         positions[at:] = np.arange(length - at)
         document_ids[at:] = number
-        return Sample(input_ids, labels, positions, document_ids, weights)
+        return Sample(input_ids, labels, positions, document_ids, weights, length - at)

@@ -36,21 +36,9 @@ def read_spans(sample: Sample, tokenizer: Tokenizer) -> list[Span]:
     return spans
 
 
-def count_free_positions(sample: Sample) -> int:
-    """Positions at the end that hold no document (or lie past the end of the text) and supervise nothing.
-
-    Among packed documents they have an id of their own, and every document has something to learn.
-    """
-    if sample.document_ids is not None:
-        last = sample.document_ids == sample.document_ids[-1]
-        return 0 if (sample.labels[last] != IGNORED_LABEL).any() else int(np.count_nonzero(last))
-    used = np.flatnonzero((sample.labels != IGNORED_LABEL) | (sample.input_ids != 0))
-    return len(sample.labels) - (int(used[-1]) + 1 if len(used) else 0)
-
-
 def _documents(sample: Sample) -> Iterator[tuple[list[int], list[bool]]]:
     """Ids of each document of the sample with its last label, and whether each is predicted."""
-    length = len(sample.labels) - count_free_positions(sample)
+    length = len(sample.labels) - sample.num_free
     if sample.document_ids is None:
         starts = [0]
     else:

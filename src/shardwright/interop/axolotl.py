@@ -172,7 +172,7 @@ def _read_data(source: Source, found: Findings) -> None:
     packing, padded = source.take("sample_packing"), source.take("pad_to_sequence_len")
     found.put("data.packing", "documents" if packing else "none", "sample_packing")
     if padded and not packing:
-        found.remark("pad_to_sequence_len: rows are padded to the longest of a batch here")
+        found.put("data.padding", "max_length", "pad_to_sequence_len")
     for key in ("eval_sample_packing", "shuffle_merged_datasets"):
         source.take(key)
     if source.take("train_on_inputs"):

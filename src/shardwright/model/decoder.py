@@ -6,7 +6,6 @@ Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -56,8 +55,8 @@ class Decoder(nn.Module):
     cuts: Cuts = WHOLE
     label_smoothing: float = 0.0
     """Share of each target spread evenly over the vocabulary in the token loss, while training."""
-    noise_alpha: float = 0.0
-    """NEFTune: while training, embeddings get noise of up to alpha / sqrt(tokens of a row x width)."""
+    noise_size: float = 0.0
+    """NEFTune: while training, embeddings get noise of up to so much."""
     reads_root_backward = False
     """Whether the backward pass reads more of what lies outside the blocks than the last norm's weight."""
 
@@ -276,9 +275,8 @@ class Decoder(nn.Module):
         )
         if first and context.dropout is not None and self.shape.embedding_dropout > 0.0:
             x_BTD = context.dropout.share(tensor).drop(x_BTD, self.shape.embedding_dropout, Site.EMBEDDING)
-        if first and context.dropout is not None and self.noise_alpha > 0.0:
-            size = self.noise_alpha / math.sqrt(num_tokens * self.shape.hidden_size)
-            x_BTD = context.dropout.share(tensor).add_noise(x_BTD, size)
+        if first and context.dropout is not None and self.noise_size > 0.0:
+            x_BTD = context.dropout.share(tensor).add_noise(x_BTD, self.noise_size)
         for block in self.blocks:
             if stage is None or block.index in stage.layers:
                 x_BTD = block(x_BTD, context)

@@ -71,7 +71,7 @@ class Step(Event):
     """Global, before clipping."""
     learning_rate: float
     tokens: int
-    """Of the global batch."""
+    """Of the global batch, as computed: those that fill rows up included."""
     supervised_tokens: int
     samples_seen: int
     """Sequences consumed since step 0, over all ranks: the data cursor."""

@@ -35,7 +35,7 @@ from shardwright.train.samples import choose_prompts, save_texts, write_texts
 from shardwright.train.saving import Saver
 from shardwright.train.setup import TrainState
 from shardwright.train.signals import StopRequest, name_cause
-from shardwright.train.step import accumulate_gradients, update
+from shardwright.train.step import accumulate_gradients, count_positions, update
 from shardwright.train.stragglers import watch_for_slow_ranks
 from shardwright.train.watchdog import Vigil
 
@@ -49,6 +49,8 @@ class StepDone:
     skipped: bool
     learning_rate: float
     supervised_tokens: int
+    tokens: int
+    """Computed by all ranks together: supervised, only seen, or filling rows up."""
     times: RankStep
     """Of this rank."""
     experts: ExpertLoads | None
@@ -182,9 +184,10 @@ class Loop:
             )
         mean, supervised = loss.mean(), int(loss.supervised_tokens)
         times = self.meter.read(began, data_seconds)  # waits for the device: the optimizer's kernels are this step's time
+        tokens = batch.global_batch_tokens if batch.row_multiple is None else count_positions(state.model, micro_batches)
         experts = None if loss.routers is None else read_loads(loss.routers, checked.shape, batch.global_batch_size)
         preference = state.objective.take() if isinstance(state.objective, PreferenceObjective) else None
-        return StepDone(mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, times, experts, preference)
+        return StepDone(mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, tokens, times, experts, preference)
 
     def _went_back(self, done: StepDone) -> bool:
         """Whether this step was one to go back from, and there was somewhere to go; every rank comes to the same answer."""
@@ -230,7 +233,7 @@ class Loop:
     def _tell_step(self, done: StepDone, memory_bytes: tuple[int, ...]) -> None:
         plan, step = self.checked.plan, self.state.step
         throughput = measure_throughput(
-            plan.batch.global_batch_tokens,
+            done.tokens,
             done.times.step_seconds,
             world_size=self.ranks.world_size,
             flops_per_token=self.flops_per_token,
@@ -242,7 +245,7 @@ class Loop:
             loss=done.loss,
             gradient_norm=done.gradient_norm,
             learning_rate=done.learning_rate,
-            tokens=plan.batch.global_batch_tokens,
+            tokens=done.tokens,
             supervised_tokens=done.supervised_tokens,
             samples_seen=(step + self.state.steps_left_out) * plan.batch.global_batch_size,
             step_seconds=done.times.step_seconds,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from dataclasses import asdict, dataclass, fields
+import logging
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,14 @@ from shardwright.data.fit import prepare_for_model
 from shardwright.data.prepare import Prepared, Progress
 from shardwright.errors import RecipeError
 from shardwright.model.load import WeightsFolder
-from shardwright.model.routing import resolve_rules
+from shardwright.model.routing import ExpertRules, resolve_rules
 from shardwright.model.theirs import read_shape
 from shardwright.optim import check_blocks, require_torchao
-from shardwright.plan import Plan, count_steps, resolve
+from shardwright.plan import Plan, count_steps, resolve, row_multiple
 from shardwright.train.preference import check_preference
 from shardwright.train.samples import check_samples
+
+logger = logging.getLogger(__name__)
 
 FIXED_TRAINING = (
     "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "batch_scaling", "base_batch_size",
@@ -81,7 +84,8 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         WeightsFolder(recipe.model.path).check(shape.base)
     _check_foreign(recipe, shape)
     check_samples(recipe, shape, validates=data.validation is not None)
-    resolve_rules(recipe.moe, shape)  # refuses what the model does not have
+    rules = resolve_rules(recipe.moe, shape)  # refuses what the model does not have
+    plan = replace(plan, batch=replace(plan.batch, row_multiple=_row_multiple(recipe, plan, data.report.packing, rules)))
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(
             "adapters leave the model's zeros alone, and fill them where they are merged",
@@ -99,6 +103,19 @@ def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) 
         total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
         frozen=frozen,
     )
+
+
+def _row_multiple(recipe: Recipe, plan: Plan, packing: str, rules: ExpertRules | None) -> int | None:
+    """What the length of rows that are not full is a multiple of; None where all are filled, which is said once."""
+    if packing == "windows" or recipe.data.padding == "max_length":
+        return None
+    if recipe.model.compile:
+        logger.info("rows are all filled to training.sequence_length: compiled blocks (model.compile) are made for one length")
+        return None
+    if rules not in (None, ExpertRules()):
+        logger.info("rows are all filled to training.sequence_length: what balances or bounds experts counts a row's tokens")
+        return None
+    return row_multiple(plan.layout, recipe.data.pad_to_multiple_of)
 
 
 def _check_optimizer(recipe: Recipe, plan: Plan, shape: ModelShape, frozen: frozenset[str]) -> None:

@@ -93,9 +93,9 @@ def choose_prompts(dataset: TokenDataset, count: int, max_new_tokens: int) -> li
 
 def _documents_of(row: Sample) -> Iterator[tuple[Int64Array, Int64Array]]:
     """Ids and labels of the documents of a row in which something is learnt."""
-    borders = [0, len(row.labels)]
+    borders = [0, len(row.labels) - row.num_free]
     if row.document_ids is not None:
-        borders[1:1] = (np.flatnonzero(np.diff(row.document_ids)) + 1).tolist()
+        borders[1:1] = (np.flatnonzero(np.diff(row.document_ids[: borders[-1]])) + 1).tolist()
     for start, end in pairwise(borders):
         if (row.labels[start:end] != IGNORED_LABEL).any():
             yield row.input_ids[start:end], row.labels[start:end]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -111,7 +112,9 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
             expert_rules=resolve_rules(recipe.moe, checked.shape),
         )
     decoder.label_smoothing = recipe.training.label_smoothing
-    decoder.noise_alpha = recipe.training.neftune_noise_alpha
+    # Of full rows: how far a micro-batch's rows are filled up depends on what else lies in it.
+    width = plan.batch.sequence_length * checked.shape.hidden_size
+    decoder.noise_size = recipe.training.neftune_noise_alpha / math.sqrt(width)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in checked.frozen)
     return apply_layout(

@@ -153,6 +153,12 @@ def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) 
     return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
 
 
+def count_positions(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> int:
+    """Tokens that a step computes over all its micro-batches and all ranks, those that fill rows up included; waits for all."""
+    number = sum(batch.input_ids_BT.numel() for batch in micro_batches)
+    return int(model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device)))
+
+
 def _count(model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
     number = sum(objective.count(batch) for batch in micro_batches)
     return model.sum_over_batch(torch.tensor(number, dtype=torch.float64, device=model.device))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,11 @@ from shardwright.data.loader import MicroBatch, step_micro_batches
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.foreign import build_decoder
 from shardwright.numerics import LossScaler, chunked_cross_entropy
-from shardwright.optim import build_optimizer
+from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.model import local_part
 from shardwright.parallel.reduce import narrow
-from shardwright.plan import Plan
+from shardwright.plan import Plan, row_multiple
 from shardwright.train.step import StepLoss, accumulate_gradients, update
 from shardwright.verify.oracle import (
     GRADIENT_STEPS,
@@ -79,6 +80,8 @@ def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation:
             findings += _verify_adamw(problem, layout, reference)
         if has_rule(problem):
             findings += _verify_rule(problem, layout, reference)
+        if problem.optimizer.name == "adamw_8bit":
+            findings += _verify_quantised_rule(problem, layout)
         findings += _verify_odd_steps(problem, layout)
     return findings
 
@@ -130,7 +133,8 @@ def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]
 def has_rule(problem: Problem) -> bool:
     """Whether the recipe's update rule is held to one process too: in float64, one that looks at whole rows or matrices.
 
-    Not `adamw_8bit`: gradients that differ in the last bit may round to another code, which no tolerance tells from a bug.
+    Not `adamw_8bit`, where gradients that differ in the last bit may round to another code, which no tolerance of weights tells
+    from a bug: its update is held to the bit instead, gradient by gradient (`_verify_quantised_rule`).
     """
     return problem.dtype == "float64" and problem.optimizer.name in ("muon", "adafactor")
 
@@ -164,6 +168,27 @@ def _verify_rule(problem: Problem, layout: Layout, reference: dict[str, Tensor])
     """Weights after a few steps of the recipe's rule, against one process's."""
     model = _run_rule(problem, layout, [RankGrid(layout).data_rank(_rank(layout))])
     return [_compare_weights(f"weights after {problem.optimizer.name}", model, reference, "rule", TOLERANCE[problem.dtype])]
+
+
+def _verify_quantised_rule(problem: Problem, layout: Layout) -> list[Finding]:
+    """Weights after a few steps of 8-bit AdamW: to the bit those that one process makes of the very gradients of the layout.
+
+    The gradients themselves are held to the reference elsewhere in the cell, so that the two together say of a step what a
+    tolerance of its weights cannot (docs/decisions/0052-quantised-moments-proven.md).
+    """
+    model, alone = _build(problem, layout), _build(problem, Layout())
+    options: dict[str, Any] = {"learning_rate": LEARNING_RATES[0], "weight_decay": WEIGHT_DECAY}
+    ours = build_optimizer(model.named_parameters(), problem.optimizer, cut=model, **options)
+    theirs = build_optimizer(alone.named_parameters(), problem.optimizer, cut=alone, **options)
+    for step, rate in enumerate(LEARNING_RATES):
+        _accumulate(problem, layout, model, step)
+        for name, parameter in alone.named_parameters():
+            parameter.grad = model.full_gradient(name)
+        update(model, ours, learning_rate=rate, max_grad_norm=None)
+        set_learning_rate(theirs, rate)
+        theirs.step()
+    wanted = {f"rule.{name}": alone.full_parameter(name).detach() for name in alone.layouts}
+    return [_compare_weights("weights after adamw_8bit", model, wanted, "rule", 0.0)]
 
 
 def _verify_odd_steps(problem: Problem, layout: Layout) -> list[Finding]:
@@ -229,8 +254,11 @@ def _build(problem: Problem, layout: Layout) -> ParallelModel:
 
 
 def _micro_batches(problem: Problem, layout: Layout, step: int) -> list[MicroBatch]:
-    dataset = problem.dataset
-    return step_micro_batches(dataset, dataset.order, problem.batch, step, RankGrid(layout).data_rank(_rank(layout)))
+    """Rows cut off behind the longest of their micro-batch, as the trainer has them; the reference's are whole."""
+    dataset, batch = problem.dataset, problem.batch
+    if problem.shape.experts is None:  # what routers did is compared too, and they count every token of a row
+        batch = replace(batch, row_multiple=row_multiple(layout))
+    return step_micro_batches(dataset, dataset.order, batch, step, RankGrid(layout).data_rank(_rank(layout)))
 
 
 def _accumulate(problem: Problem, layout: Layout, model: ParallelModel, step: int, *, loss_scale: float = 1.0) -> StepLoss:

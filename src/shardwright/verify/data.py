@@ -26,8 +26,9 @@ _WEIGHTS = np.array([0.1, 0.25, 1.0, 3.0], dtype=np.float32)
 class UnevenDataset:
     """Random rows for a few steps of a batch plan; row content is a function of seed and global position.
 
-    The last data rank has one supervised token in a whole step, in its last micro-batch, so with accumulation its other
-    micro-batches have none at all. With a single data rank it is the first micro-batch (of several) that has none.
+    A row is either several documents or one, whose end is free for up to half of the row. The last data rank has one supervised
+    token in a whole step, in its last micro-batch, so with accumulation its other micro-batches have none at all. With a single
+    data rank it is the first micro-batch (of several) that has none.
     """
 
     vocab_size: int
@@ -46,6 +47,15 @@ class UnevenDataset:
     def num_supervised(self) -> int:
         """Supervised tokens of all steps."""
         return sum(int(np.count_nonzero(self.row(p).labels != IGNORED_LABEL)) for p in range(len(self)))
+
+    @property
+    def is_uneven(self) -> bool:
+        """No, though they are: which data rank has few supervised tokens is what these rows are about."""
+        return False
+
+    def num_used(self, index: int, epoch: int = 0) -> int:
+        """Positions of a row that hold something."""
+        return self.sequence_length - self.sample(index, epoch).num_free
 
     @property
     def order(self) -> SampleOrder:
@@ -70,7 +80,11 @@ class UnevenDataset:
         length = self.sequence_length
         tokens = random.integers(self.vocab_size, size=length + 1)
         inputs, labels = tokens[:-1], tokens[1:].copy()
-        positions, document_ids = np.arange(length), None
+        positions, document_ids, num_free = np.arange(length), None, 0
+        if not self.documents:
+            num_free = int(np.random.default_rng([self.seed, position, 1]).integers(length // 2 + 1))
+            labels[length - num_free :] = IGNORED_LABEL
+            positions = np.minimum(positions, length - num_free - 1)
         if self.documents:
             starts = np.sort(random.choice(np.arange(1, length), size=min(3, length - 1), replace=False))
             document_ids = np.searchsorted(starts, np.arange(length), side="right")
@@ -78,7 +92,7 @@ class UnevenDataset:
             labels[starts - 1] = IGNORED_LABEL  # the next token is another document's
         labels[~self._supervised(position, random, labels != IGNORED_LABEL)] = IGNORED_LABEL
         weights = random.choice(_WEIGHTS, size=length) if self.weights else None
-        return Sample(inputs, labels, positions, document_ids, weights)
+        return Sample(inputs, labels, positions, document_ids, weights, num_free)
 
     def _supervised(self, position: int, random: np.random.Generator, allowed: np.ndarray) -> np.ndarray:
         """Which of the tokens that may be supervised are, `[T]`."""

@@ -14,7 +14,8 @@ from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
-from shardwright.placement import check
+from shardwright.optim import check_blocks, require_torchao
+from shardwright.placement import check, place, stages_of
 from shardwright.plan import BatchPlan
 from shardwright.train.preflight import match_frozen
 from shardwright.verify.cases import Case, Dtype
@@ -169,6 +170,9 @@ def verify(
     shape.check_sequence_length(sequence_length)
     for layout in layouts:
         check(shape, layout, sequence_length)
+        if recipe.optimizer.name == "adamw_8bit":
+            require_torchao()
+            check_blocks(place(shape, layout, stages_of(shape, layout, sequence_length)), layout, recipe.optimizer.block_size)
     report = Report(shape, sequence_length)
     frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]) if recipe.model.freeze else frozenset()
     base = Problem(

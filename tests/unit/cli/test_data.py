@@ -15,7 +15,7 @@ from shardwright.config import Recipe
 from shardwright.config.load import validate_recipe
 from shardwright.config.model import TokenizerSection
 from shardwright.data.fit import prepare_for_model
-from shardwright.data.preview import count_free_positions, read_spans
+from shardwright.data.preview import read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError
 from tests.unit.data.recipes import story, write_json_lines
 from tests.unit.data.test_tokenize import save_folder, sentencepiece_like
@@ -78,7 +78,7 @@ def test_spans_are_the_sample_as_text(tmp_path: Path) -> None:
             assert not document[0].supervised, "nothing predicts the first token of a document"
             assert all(span.supervised for span in document[1:])
             assert document[-1].text == "<|endoftext|>"
-        assert len(spans) - len(by_document) + count_free_positions(sample) == 32
+        assert len(spans) - len(by_document) + sample.num_free == 32
 
 
 def test_a_character_of_several_tokens_is_one_span(tmp_path: Path) -> None:
@@ -203,5 +203,5 @@ def test_a_documents_last_unlearnt_token_is_no_free_position(tmp_path: Path) -> 
     recipe = recipe.model_copy(update={"tokenizer": TokenizerSection(path=str(save_folder(sentencepiece_like(), tmp_path / "t")))})
     prepared = prepare_for_model(recipe)[1]
     sample = prepared.train.sample(0)
-    assert count_free_positions(sample) == 32 - 4
+    assert sample.num_free == 32 - 4
     assert [span.supervised for span in read_spans(sample, prepared.tokenizer)] == [False, True, True, False]

@@ -40,9 +40,9 @@ def learnt(prepared: Prepared, dataset: TokenDataset | None = None) -> list[str]
     found = []
     for index in range(len(dataset)):
         sample = dataset.sample(index)
-        assert sample.document_ids is not None
-        for number in range(int(sample.document_ids.max()) + 1):
-            here = (sample.document_ids == number) & (sample.labels != IGNORED_LABEL)
+        documents = np.zeros_like(sample.labels) if sample.document_ids is None else sample.document_ids
+        for number in range(int(documents.max()) + 1):
+            here = (documents == number) & (sample.labels != IGNORED_LABEL)
             if here.any():
                 found.append(prepared.tokenizer.decode(sample.labels[here].tolist()))
     return sorted(found)

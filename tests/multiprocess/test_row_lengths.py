@@ -1,0 +1,80 @@
+"""Rows that end with the longest of their micro-batch, under every cut: gradients of one process with full, masked rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.architecture import read_config
+from shardwright.config.training import PrecisionSection
+from shardwright.data.loader import step_micro_batches
+from shardwright.data.order import SampleOrder
+from shardwright.data.pack import PackedDataset, pack_documents
+from shardwright.layout import Layout, RankGrid
+from shardwright.model import Decoder
+from shardwright.model.init import initialise
+from shardwright.parallel import apply_layout, build_mesh
+from shardwright.plan import BatchPlan, Plan, row_multiple
+from shardwright.train.step import accumulate_gradients, count_positions
+from tests.multiprocess.models import LLAMA
+from tests.multiprocess.pool import RankPool
+
+LENGTH, GLOBAL = 48, 8
+LENGTHS = np.random.default_rng(0).integers(2, 50, size=30)
+STARTS = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.uint64)
+TOKENS = np.random.default_rng(1).integers(1, 60, size=int(STARTS[-1])).astype(np.uint16)
+CONFIG = LLAMA | {"num_hidden_layers": 2, "intermediate_size": 28, "hidden_size": 24, "max_position_embeddings": LENGTH}
+LAYOUTS = [
+    Layout(dp_shard=2, zero_stage=3),
+    Layout(tp=2),
+    Layout(pp=2),
+    Layout(cp=2, cp_method="ring"),
+    Layout(cp=2, cp_method="ulysses"),
+]
+
+
+def step_of(layout: Layout, *, full: bool) -> tuple[float, dict[str, Tensor | None], int]:
+    """Loss, gradients and computed tokens of one step of two or more micro-batches."""
+    micro, shape = 2, read_config(CONFIG)
+    multiple = None if full else row_multiple(layout)
+    batch = BatchPlan(LENGTH, micro, GLOBAL // micro // layout.data_ranks, layout.data_ranks, multiple)
+    rows = PackedDataset(TOKENS, pack_documents(STARTS, LENGTH, alone=True), LENGTH, alone=not full)
+    with torch.device("meta"):
+        decoder = Decoder(shape, compute_dtype=torch.float64)
+    specs = {spec.name: spec for spec in shape.parameters()}
+
+    def fill(name: str, bounds: Any) -> Tensor:
+        return initialise(specs[name], 3, dtype=torch.float64, narrow=bounds)
+
+    plan = Plan(layout, batch, PrecisionSection(kind="fp64"))
+    model = apply_layout(decoder, plan, build_mesh(layout, "cpu"), torch.device("cpu"), fill=fill)
+    data_rank = RankGrid(layout).data_rank(0 if model.mesh is None else model.mesh.rank)
+    micro_batches = step_micro_batches(rows, SampleOrder(3, len(rows)), batch, 1, data_rank)
+    loss = accumulate_gradients(model, micro_batches, seed=0, step=1).mean()
+    return loss, {name: model.full_gradient(name) for name in model.layouts}, count_positions(model, micro_batches)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[float, dict[str, Any], int]:
+    return step_of(Layout(), full=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_step_is_that_of_full_rows(ranks: RankPool, layout: Layout, reference: tuple[float, dict[str, Any], int]) -> None:
+    loss, gradients, tokens = reference
+    assert tokens == GLOBAL * LENGTH
+    for found, got, computed in ranks.run(2, _short_rows, layout):
+        assert computed < 0.85 * tokens
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert got.keys() == gradients.keys()
+        for name, gradient in got.items():
+            error = float((gradient - gradients[name]).norm() / gradients[name].norm())
+            assert error < 1e-11, name
+
+
+def _short_rows(layout: Layout) -> tuple[float, dict[str, Tensor | None], int]:
+    return step_of(layout, full=False)
