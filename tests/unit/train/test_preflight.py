@@ -28,6 +28,7 @@ def test_frozen_patterns_must_match() -> None:
 LENGTH, ROWS = 32, 8
 EXPERTS = {
     "model_type": "qwen3_moe",
+    "max_position_embeddings": 32,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
