@@ -15,7 +15,7 @@ from types import FrameType
 
 from shardwright.errors import ExitCode, Preempted, RankFailed
 from shardwright.train.diagnosis import find_skip
-from shardwright.train.outcome import CONTROL_VARIABLE, STOP_NOTE, cause, read_outcomes, with_skip
+from shardwright.train.outcome import CONTROL_VARIABLE, LAUNCHER_VARIABLE, STOP_NOTE, cause, read_outcomes, with_skip
 from shardwright.train.signals import STOP_SIGNALS, StopRequest
 from shardwright.train.watchdog import Watcher, read_pulses
 
@@ -80,6 +80,7 @@ def _environment(num_ranks: int, control: Path) -> Iterator[None]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     added = {
         CONTROL_VARIABLE: str(control),
+        LAUNCHER_VARIABLE: str(os.getpid()),
         # Ranks that each take every core slow each other down; torchrun's default is 1.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
         # c10d warns of peers that are gone, line by line; the cause is told once, at the end.

@@ -18,6 +18,8 @@ from shardwright.train.diagnosis import Verdict
 
 CONTROL_VARIABLE = "SHARDWRIGHT_CONTROL_DIR"
 """Names the folder in which launcher and ranks leave notes for each other."""
+LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
+"""The launcher's process id."""
 STOP_NOTE = "stop"
 """File there that says: stop was asked for, perhaps before a rank could be signalled."""
 
@@ -39,6 +41,11 @@ def control_folder() -> Path | None:
     """The launcher's folder, when a launcher of ours started this process."""
     folder = os.environ.get(CONTROL_VARIABLE)
     return Path(folder) if folder else None
+
+
+def launcher_process() -> int:
+    """The process that launched this rank, as it told its id; where nobody did, the one that is its parent now."""
+    return int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
 
 
 def note_process(rank: int) -> bool:

@@ -36,9 +36,12 @@ def name_cause(cause: int) -> str:
     return "the launcher's death" if cause == LAUNCHER_DIED else signal.Signals(cause).name
 
 
-def stop_without_parent(request: StopRequest, every_seconds: float = 1.0) -> None:
-    """Ask for a stop once the process that started this one is gone: a launcher that was killed passes no signal on."""
-    parent = os.getppid()
+def stop_without_parent(request: StopRequest, parent: int, every_seconds: float = 1.0) -> None:
+    """Ask for a stop once the process that started this one is gone: a launcher that was killed passes no signal on.
+
+    Args:
+        parent: its id, as it told it: who asks only now may find the process that takes orphans in.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

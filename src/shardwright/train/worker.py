@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shardwright.errors import ExitCode
-from shardwright.train.outcome import note_outcome, note_process
+from shardwright.train.outcome import launcher_process, note_outcome, note_process
 from shardwright.train.ranks import find_ranks
 from shardwright.train.signals import listening_for_stop, stop_without_parent
 
@@ -29,7 +29,7 @@ def main() -> int:
     assert ranks is not None, "this module is started by launch_ranks"
     failure: BaseException | None = None
     with listening_for_stop() as stop:
-        stop_without_parent(stop)
+        stop_without_parent(stop, launcher_process())
         if note_process(ranks.rank):
             stop.cause = signal.SIGTERM
         try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from shardwright.config.load import validate_recipe
 from shardwright.errors import CheckpointError, InputError
 from shardwright.train.folder import RunFolder
 from shardwright.train.ranks import RankEnvironment, find_ranks
-from shardwright.train.signals import listening_for_stop
+from shardwright.train.signals import LAUNCHER_DIED, StopRequest, listening_for_stop, stop_without_parent
 
 
 def recipe_in(folder: Path):
@@ -57,6 +60,17 @@ def test_a_stop_is_noted_and_handlers_come_back() -> None:
         assert stop
         assert stop.cause == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_rank_whose_launcher_was_gone_before_it_looked_is_asked_to_stop() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    request = StopRequest()
+    stop_without_parent(request, gone.pid)
+    until = time.monotonic() + 60
+    while not request and time.monotonic() < until:
+        time.sleep(0.01)
+    assert request.cause == LAUNCHER_DIED
 
 
 def test_a_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
