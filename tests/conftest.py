@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# Wall-clock deadlines fail on a busy machine, not on a slow function. The examples of a run are those of the run before, so that
+# What reads a clock fails on a busy machine, not on a slow function. The examples of a run are those of the run before, so that
 # what a change broke shows when it is made; `make test-all` (--hypothesis-profile=exploring) looks for new ones.
-settings.register_profile("shardwright", deadline=None, derandomize=True)
-settings.register_profile("exploring", deadline=None)
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("shardwright", PATIENT, derandomize=True)
+settings.register_profile("exploring", PATIENT)
 settings.load_profile("shardwright")
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_in_any_order() -> None:
+    """What a test draws without a seed of its own does not depend on the tests that its worker ran before."""
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if name in sys.modules:  # importing it would take seconds from tests that need none
+            operator.attrgetter(seed)(sys.modules[name])(0)
 
 
 SEVERAL_PROCESSES = ("tests/multiprocess/", "tests/faults/")

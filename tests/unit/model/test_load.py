@@ -71,7 +71,7 @@ def test_reads_every_tensor(tmp_path: Path, write: Any, dtype: torch.dtype) -> N
         assert torch.equal(weights.read(name, dtype=dtype), tensor)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_reads_any_slice(tmp_path: Path, data: st.DataObject) -> None:
     shape = read_config(LLAMA)
