@@ -6,9 +6,9 @@ A file of prompts and completions is made of the text's lines, each completed by
 code from text to gradients: TRL's tokenisation, mask and loss are its own. Rows come in the file's order on both sides, because
 TRL shuffles otherwise; the settings are alike (float32, AdamW, constant rate, no decay, the same clip). The sides take turns,
 `--visits` times, each from the same start. Of the first visit losses are compared; speed is in tokens of the file (filling not
-counted) per second, of whole steps after the first three of a visit, without data loading and logs on either side. TRL pads a batch
-to its longest row, which is the quickest that it does on a CPU (its packing and its padding-free batches want a flash kernel); our
-rows have a fixed length, so a third side is ours with documents packed. Writes OUT.json and OUT.md.
+counted) per second, of whole steps after the first three of a visit, without data loading and logs on either side. Both sides pad a
+batch to its longest row (we to a multiple of 8), which is the quickest that TRL does on a CPU (its packing and its padding-free
+batches want a flash kernel); two more sides are ours, with rows of one length and with packed documents. Writes OUT.json, OUT.md.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         path = write_pairs(options.text, Path(name) / "pairs.jsonl", options.steps * BATCH)
         sides = {
-            "shardwright": lambda: with_shardwright(options.model, path, options.steps, "none"),
+            "shardwright": lambda: with_shardwright(options.model, path, options.steps),
             "TRL": lambda: with_trl(options.model, path, options.steps, Path(name)),
-            "shardwright, packed": lambda: with_shardwright(options.model, path, options.steps, "documents"),
+            "shardwright, rows of one length": lambda: with_shardwright(options.model, path, options.steps, padding="max_length"),
+            "shardwright, packed": lambda: with_shardwright(options.model, path, options.steps, packing="documents"),
         }
         visits: dict[str, list[Told]] = {side: [] for side in sides}
         for _ in range(options.visits):
@@ -119,10 +120,10 @@ def render(result: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"The sides took turns, {result['visits']} visits each. Tokens are those of the file: filling does not count. TRL",
-            "fills a batch up to its longest row; we fill rows to a fixed length, or pack documents, none of which sees another.",
-            "Whole steps without data loading and logs on either side; TRL's compute entropy and accuracy of tokens too, which",
-            "cannot be switched off.",
+            f"The sides took turns, {result['visits']} visits each. Tokens are those of the file: filling does not count. Both",
+            "fill a batch up to its longest row; two more sides are ours with rows of one length, and with documents packed, none",
+            "of which sees another. Whole steps without data loading and logs on either side; TRL's compute entropy and accuracy",
+            "of tokens too, which cannot be switched off.",
             "",
             f"{told['date']}, {told['cores']} cores ({told['processor']}), {told['threads']} threads, load before",
             f"{told['load_before']:.1f}, torch {told['packages']['torch']}, transformers {told['packages']['transformers']},",
@@ -140,7 +141,7 @@ def write_pairs(text: Path, path: Path, num_rows: int) -> Path:
     return path
 
 
-def with_shardwright(model: Path, path: Path, steps: int, packing: str) -> Told:
+def with_shardwright(model: Path, path: Path, steps: int, *, packing: str = "none", padding: str = "longest") -> Told:
     """Our side, rows in the file's order; packed rows are fewer, and are begun again where they end."""
     training = {
         "sequence_length": LENGTH,
@@ -151,7 +152,13 @@ def with_shardwright(model: Path, path: Path, steps: int, packing: str) -> Told:
     }
     recipe = {
         "model": {"path": str(model)},
-        "data": {"sources": str(path), "packing": packing, "overlong": "refuse", "cache_dir": str(path.parent / "cache")},
+        "data": {
+            "sources": str(path),
+            "packing": packing,
+            "padding": padding,
+            "overlong": "refuse",
+            "cache_dir": str(path.parent / "cache"),
+        },
         "training": training | {"max_grad_norm": CLIP},
         "optimizer": {"beta2": 0.999},
     }
@@ -160,7 +167,7 @@ def with_shardwright(model: Path, path: Path, steps: int, packing: str) -> Told:
     told = Told([], [], [], [])
     for step in range(steps):
         rows = [train.sample(row % len(train)) for row in range(step * BATCH, (step + 1) * BATCH)]
-        batch = collate(rows, range(step * BATCH, (step + 1) * BATCH))
+        batch = collate(rows, range(step * BATCH, (step + 1) * BATCH), checked.plan.batch.row_multiple)
         began = time.perf_counter()
         loss = accumulate_gradients(state.model, [batch], seed=0, step=step)
         update(state.model, state.optimizer, learning_rate=RATE, max_grad_norm=CLIP)
