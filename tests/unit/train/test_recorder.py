@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.train.pulse import PIPE_STEM, Pulse, read_pulse
 from shardwright.train.recorder import ask_nccl_to_record, recording
-from shardwright.train.watchdog import _write_to_pipe
+from shardwright.train.stacks import _write_to_pipe
 
 
 @pytest.fixture
