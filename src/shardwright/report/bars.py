@@ -10,7 +10,7 @@ from shardwright.report.plot import NUM_COLOURS, shorten
 from shardwright.report.scale import find_ticks, write_ticks
 from shardwright.report.shell import WIDTHS
 
-_ROW, _BAR, _LEGEND = 24, 16, 18
+_ROW, _BAR, _LEGEND, _LABEL = 24, 16, 18, 18
 _CHARACTER_PIXELS, _MARK_PIXELS = 7.0, 8.0
 """Of a plain letter, and of a bold one."""
 
@@ -43,21 +43,24 @@ def _draw(
     bars: Sequence[Bar], width: int, unit: str, write: Callable[[float], str], tones: dict[str, str], description: str
 ) -> str:
     left = 12 + _CHARACTER_PIXELS * max((len(bar.label) for bar in bars), default=0)
-    left = min(left, 0.4 * width)
+    above = left > 0.4 * width  # long names in a narrow picture: on a line of their own
+    left = 0.0 if above else left
     right = width - 10 - _MARK_PIXELS * max((len(bar.mark) for bar in bars), default=0)
     highest = max((bar.total for bar in bars), default=0.0) or 1.0
     scale = (right - left) / highest
     names = [name for name in tones if any(name == part and value > 0 for bar in bars for part, value in bar.parts)]
     out, y = _legend(names, tones, width)
     for bar in bars:
-        out.append(f'<text x="0" y="{y + 13}">{escape(shorten(bar.label, int((left - 8) / _CHARACTER_PIXELS)))}</text>')
+        room = width if above else left - 8
+        out.append(f'<text x="0" y="{y + 13}">{escape(shorten(bar.label, int(room / _CHARACTER_PIXELS)))}</text>')
+        y += _LABEL if above else 0
         x = left
         for name, value in bar.parts:
             if value > 0:
                 wide = value * scale
                 place = f'x="{x:.1f}" y="{y}" width="{max(0.5, wide - 0.6):.1f}" height="{_BAR}"'
                 title = escape(f"{bar.label} {name}: {write(value)}".strip())
-                out.append(f'<rect style="fill:var(--{tones[name]})" {place}><title>{title}</title></rect>')
+                out.append(f'<rect style="{_fill(tones[name])}" {place}><title>{title}</title></rect>')
                 x += wide
         if bar.mark:
             out.append(f'<text class="name" x="{x + 5:.1f}" y="{y + 13}">{escape(bar.mark)}</text>')
@@ -65,10 +68,18 @@ def _draw(
     ticks = find_ticks(0.0, highest, max(2, int((right - left) / 70)))
     for tick, written in zip(ticks, write_ticks(ticks), strict=True):
         at = left + tick * scale
-        out.append(f'<path class="grid" d="M{at:.1f} {y}v4"/><text x="{at:.1f}" y="{y + 17}" text-anchor="middle">{written}</text>')
+        anchor = "start" if at < 4 else "middle"
+        out.append(
+            f'<path class="grid" d="M{at:.1f} {y}v4"/><text x="{at:.1f}" y="{y + 17}" text-anchor="{anchor}">{written}</text>'
+        )
     out.append(f'<text x="{width - 4}" y="{y + 31}" text-anchor="end">{escape(unit)}</text>')
     label = escape(description, quote=True)
     return f'<svg class="plot" viewBox="0 0 {width} {y + 36}" role="img" aria-label="{label}">{"".join(out)}</svg>'
+
+
+def _fill(tone: str) -> str:
+    """The style of a bar; the palest tone, for what is empty, has an edge."""
+    return f"fill:var(--{tone})" + (";stroke:var(--quiet);stroke-width:.6" if tone == "grid" else "")
 
 
 def _legend(names: Sequence[str], tones: dict[str, str], width: int) -> tuple[list[str], int]:
@@ -81,7 +92,7 @@ def _legend(names: Sequence[str], tones: dict[str, str], width: int) -> tuple[li
         pixels = 14 + _CHARACTER_PIXELS * len(name)
         if x and x + pixels > width:
             x, y = 0.0, y + _LEGEND
-        out.append(f'<rect style="fill:var(--{tones[name]})" x="{x:.0f}" y="{y - 9}" width="9" height="9" rx="2"/>')
+        out.append(f'<rect style="{_fill(tones[name])}" x="{x:.0f}" y="{y - 9}" width="9" height="9" rx="2"/>')
         out.append(f'<text x="{x + 13:.0f}" y="{y}">{escape(name)}</text>')
         x += pixels + 10
     return out, y + 12

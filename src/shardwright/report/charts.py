@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardwright.report.plot import GREY, Frame, Series, svg_curves
-from shardwright.report.ranks import waits_over_steps
+from shardwright.report.ranks import colour_of_cut, waits_over_steps
 from shardwright.report.runs import Run
 from shardwright.report.scale import pad_range, write_value
 from shardwright.report.shell import Table
 from shardwright.report.thin import Floats, bin_means, smooth, thin
 from shardwright.telemetry.events import Resumed, Step
 from shardwright.telemetry.meter import PARTS
-from shardwright.units import GIB_BYTES
+from shardwright.units import GIB_BYTES, MIB_BYTES
 
 _TABLE_ROWS = 40
 _MAX_LINES_PER_RUN = 6
@@ -222,8 +222,10 @@ def _clip_norm(run: Run) -> float | None:
 def _chart_memory(runs: Sequence[Run], axis: _Axis) -> Chart:
     """Peak memory: every rank where there are few, else the highest and lowest; of several runs the highest rank of each."""
     series: list[Series] = []
+    largest = max((float(np.nanmax(run.memory)) for run in runs if run.memory.size), default=0.0)
+    size, unit = (GIB_BYTES, "GiB") if largest >= GIB_BYTES else (MIB_BYTES, "MiB")
     for colour, run in enumerate(runs):
-        table = run.memory / GIB_BYTES
+        table = run.memory / size
         x, ranks = axis.of_steps(run), table.shape[1]
         if not ranks:
             continue
@@ -236,16 +238,16 @@ def _chart_memory(runs: Sequence[Run], axis: _Axis) -> Chart:
             series.append(Series("lowest", x, table.min(axis=1), 2))
     whose = "Highest rank of each run" if len(runs) > 1 else "Each rank"
     note = f"{whose}: peak allocated on a GPU, resident on a CPU."
-    frame = Frame(x_label=axis.label, y_label="memory per rank, GiB", y_from_zero=True)
+    frame = Frame(x_label=axis.label, y_label=f"memory per rank, {unit}", y_from_zero=True)
     columns: list[tuple[str, Callable[[Run], Floats]]] = [
-        ("highest rank, GiB", lambda run: _per_rank(run, np.max)),
-        ("lowest rank, GiB", lambda run: _per_rank(run, np.min)),
+        (f"highest rank, {unit}", lambda run: _per_rank(run, np.max) / size),
+        (f"lowest rank, {unit}", lambda run: _per_rank(run, np.min) / size),
     ]
     return Chart("memory", "Memory", tuple(series), frame, _tabulate(axis, runs, columns), note)
 
 
 def _per_rank(run: Run, reduce: Callable[..., Floats]) -> Floats:
-    return reduce(run.memory, axis=1) / GIB_BYTES if run.memory.size else np.full(len(run.steps), np.nan)
+    return reduce(run.memory, axis=1) if run.memory.size else np.full(len(run.steps), np.nan)
 
 
 def _chart_time(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
@@ -256,7 +258,7 @@ def _chart_time(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
     known = {part: np.nan_to_num(values) for part, values in parts.items() if np.isfinite(values).any()}
     # The first step compiles and fills caches: it would flatten all others.
     cut = 1 if len(x) > 10 else 0
-    top = float(np.quantile(total[cut:], 0.99)) if len(total) > cut else 0.0
+    top, beyond = _top_of_areas(total[cut:])
     factor, unit = (1000.0, "ms") if top < 1 else (1.0, "s")
     stack: list[Series] = []
     if known:
@@ -268,7 +270,17 @@ def _chart_time(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
     title = "Time per step" if alone else f"Time per step: {run.name}"
     columns = [(f"{part}, ms", lambda run, values=values: 1000 * values) for part, values in known.items()]
     table = _tabulate(axis, [run], [*columns, ("whole step, ms", lambda run: 1000 * total)])
-    return Chart(key, title, tuple(stack), frame, table, "On rank 0." + (" The first step is left out." if cut else ""))
+    note = "On rank 0." + (" The first step is left out." if cut else "") + _outside(beyond)
+    return Chart(key, title, tuple(stack), frame, table, note)
+
+
+def _top_of_areas(total: Floats) -> tuple[float, int]:
+    """How high a stack is drawn, and how many of its steps stand out above: a few wild ones do not flatten the others."""
+    known = total[np.isfinite(total)]
+    if not len(known):
+        return 0.0, 0
+    usual, highest = float(np.quantile(known, 0.99)), float(known.max())
+    return (highest, 0) if highest <= 2 * usual else (usual, int((known > usual).sum()))
 
 
 def _chart_waits(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
@@ -279,18 +291,18 @@ def _chart_waits(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
         x = x * run.steps[-1].tokens
     cut = 1 if len(x) > 10 else 0  # the first step meets the others for the first time
     total = np.sum(list(waits.values()), axis=0) if waits else np.zeros(0)
-    top = float(np.quantile(total[cut:], 0.99)) if len(total) > cut else 0.0
+    top, beyond = _top_of_areas(total[cut:])
     stack = []
-    for colour, (name, values) in enumerate(waits.items()):
+    for name, values in waits.items():
         bx, by = bin_means(x[cut:], 1000 * values[cut:], _AREA_BUCKETS)
-        stack.append(Series(name, bx, by, colour, "area"))
+        stack.append(Series(name, bx, by, colour_of_cut(name), "area"))
     frame = Frame(x_label=axis.label, y_label="ms per step", y_range=(0.0, 1050 * top) if top > 0 else None)
     wanted: set[int] = set(np.linspace(0, len(x) - 1, min(_TABLE_ROWS, len(x))).round().astype(int).tolist()) if len(x) else set()
     rows = tuple((f"{x[at]:,.0f}", *(write_value(1000 * float(values[at])) for values in waits.values())) for at in sorted(wanted))
     table = Table((axis.label, *(f"{name}, ms" for name in waits)), rows)
     title = "Waiting for other ranks" if alone else f"Waiting for other ranks: {run.name}"
-    note = "By what the traffic serves, mean over ranks. " + ("The first step is left out." if cut else "")
-    return Chart(key, title, tuple(stack), frame, table, note.strip())
+    note = "By what the traffic serves, mean over ranks." + (" The first step is left out." if cut else "") + _outside(beyond)
+    return Chart(key, title, tuple(stack), frame, table, note)
 
 
 def _chart_temperature(runs: Sequence[Run], axis: _Axis) -> Chart:

@@ -70,22 +70,24 @@ def _to_do(lines: Sequence[Line]) -> Panel:
 def _section(section: str, lines: Sequence[Line]) -> Panel:
     """Every line, and of rates by rank a bar for each rank."""
     rows = tuple((line.verdict, line.name, line.value) for line in lines)
-    bars = [
-        Bar(f"{line.name.removeprefix('products, ')}, rank {rank}", ((line.verdict, rate / 1e12),))
+    rates = [
+        (f"{line.name.removeprefix('products, ')}, rank {rank}", line.verdict, rate)
         for line in lines
         for rank, rate in line.numbers.get("flops_per_second", {}).items()
     ]
     pictures = {}
-    if bars:
+    if rates:
+        scale, unit = (1e12, "TFLOP/s") if max(rate for *_, rate in rates) >= 1e12 else (1e9, "GFLOP/s")
+        bars = [Bar(name, ((verdict, rate / scale),)) for name, verdict, rate in rates]
         pictures = draw_bars(
             bars,
-            unit="TFLOP/s of products",
-            write=lambda rate: format_flops_per_second(rate * 1e12),
+            unit=f"{unit} of products",
+            write=lambda rate: format_flops_per_second(rate * scale),
             tones=_VERDICT_TONES,
             description="Products by rank",
         )
     table = Table(("", "what", "found"), rows, words=True)
-    return Panel(f"section-{section}", section.capitalize(), "", pictures, table, wide=bool(bars), open_table=True)
+    return Panel(f"section-{section}", section.capitalize(), "", pictures, table, wide=bool(rates), open_table=True)
 
 
 def _traffic(key: str, axis: str, lines: Sequence[Line]) -> Panel:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwright.report.parts import panel_of_experts, panel_of_goodput, panel_o
 from shardwright.report.pipelines import panels_of_pipeline
 from shardwright.report.plot import NUM_COLOURS, svg_curves
 from shardwright.report.ranks import panel_of_ranks
-from shardwright.report.runs import Run, summarise
+from shardwright.report.runs import RUNNING, Run, summarise
 from shardwright.report.shell import (
     WIDTHS,
     Panel,
@@ -31,6 +32,9 @@ from shardwright.report.timeline import list_history, svg_timeline
 from shardwright.telemetry.events import Failed, SkippedStep, Warned
 from shardwright.telemetry.sinks import describe
 from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
+
+_UNFOLDED = 40
+"""Warnings that a page lists above its pictures at most."""
 
 
 def render_page(runs: Sequence[Run], *, live_version: str | None = None) -> str:
@@ -76,7 +80,13 @@ def _head_of_one(run: Run, summary: dict[str, Any]) -> str:
             f"{format_count(start.num_parameters)} parameters · layout {start.layout} · "
             f"{start.world_size} rank{'s' if start.world_size != 1 else ''} on {start.host}"
         )
+    folder = run.path.resolve().name
+    if folder != run.name:
+        lead = f"{folder} · {lead}"
     status = summary["status"]
+    if status == RUNNING and run.log.events:  # which of the two, the reader's own clock tells
+        heard = datetime.fromtimestamp(run.log.events[-1].time, UTC)
+        lead += f" · last heard of at {heard:%Y-%m-%d %H:%M:%S} UTC"
     return (
         f'<h1>{escape(run.name)}<span class="status {escape(status.split()[0])}">{escape(status)}</span></h1>'
         f'<p class="lead quiet">{escape(lead)}</p>' + render_facts(_facts(summary))
@@ -92,16 +102,25 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     peak = max(summary["peak_memory_bytes"], default=None)
     found: list[tuple[str, str | None]] = [
         (best_at, _loss(summary["best_validation_loss"])),
-        ("training loss at the end", _loss(summary["training_loss"])),
+        ("training loss", _loss(summary["training_loss"])),
         (f"of {total:,} steps" if total else "steps", f"{summary['steps']:,}"),
         ("tokens seen", format_count(summary["tokens"])),
         ("tokens per second", _maybe(summary["tokens_per_second"], format_count)),
         ("MFU", _maybe(summary["mfu"], lambda share: f"{share:.1%}")),
         ("peak memory of a rank", _maybe(peak, format_bytes)),
         ("wall time", format_seconds(summary["wall_seconds"]) if summary["wall_seconds"] else None),
+        ("left at this pace", _left_to_do(summary)),
         ("of that time useful", f"{summary['useful_share']:.0%}" if summary["useful_share"] else None),
     ]
     return [(name, value) for name, value in found if value is not None]
+
+
+def _left_to_do(summary: dict[str, Any]) -> str | None:
+    """How long the steps that are missing take, of a run that may still be going on."""
+    total, pace = summary["total_steps"], summary["step_seconds"]
+    if summary["status"] != RUNNING or not total or not pace or summary["steps"] >= total:
+        return None
+    return format_seconds((total - summary["steps"]) * pace)
 
 
 def _maybe(value: float | None, write: Any) -> str | None:
@@ -125,8 +144,9 @@ def _head_of_many(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) -> s
             _maybe(max(s["peak_memory_bytes"], default=None), format_bytes) or "", format_seconds(s["total_seconds"]),
         )  # fmt: skip
         chip = f'<i style="background:var(--c{index % NUM_COLOURS})"></i>'
-        rows.append(f"<tr><td>{chip}{escape(run.name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+        told = "".join(f"<td{_left(column)}>{escape(cell)}</td>" for column, cell in zip(columns[1:], cells, strict=True))
+        rows.append(f"<tr><td{_left('run')}>{chip}{escape(run.name)}</td>{told}</tr>")
+    head = "".join(f'<th scope="col"{_left(column)}>{escape(column)}</th>' for column in columns)
     return (
         f'<h1>{len(runs)} runs</h1><p class="lead quiet">Laid over each other; a colour is a run.</p>'
         f'<div class="card"><div class="scroll plot-colours"><table class="runs"><thead><tr>{head}</tr></thead>'
@@ -134,21 +154,33 @@ def _head_of_many(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) -> s
     )
 
 
+def _left(column: str) -> str:
+    """Words stand to the left, numbers to the right."""
+    return ' class="text"' if column in ("run", "status", "layout") else ""
+
+
 def _notices(run: Run, *, name_it: bool) -> str:
-    """What went wrong or was left out, where nobody overlooks it."""
+    """What went wrong or was left out, where nobody overlooks it; of many warnings the first two, and the others unfold."""
     name = f"{run.name}: " if name_it else ""
     lines = [("notice bad", describe(event)) for event in run.log.of(Failed)]
     skipped = sum(isinstance(event, SkippedStep) for event in run.survivors)
     if skipped:
         lines.append(("notice", f"{skipped:,} step{'s were' if skipped > 1 else ' was'} skipped: the gradient was not finite"))
-    warnings = [describe(event) for event in run.log.of(Warned)]
-    lines += [("notice", line) for line in dict.fromkeys(warnings[:5])]
-    if len(warnings) > 5:
-        lines.append(("notice", f"and {len(warnings) - 5} more warnings; the timeline's table has them all"))
     lines += [("notice", problem) for problem in run.log.problems]
     if not run.log.events and not run.log.missing:
         lines.append(("notice", "the event file holds no event that can be read yet"))
-    return "".join(f'<p class="{kind}">{escape(name + line)}</p>' for kind, line in lines)
+    warnings = list(dict.fromkeys(describe(event) for event in run.log.of(Warned)))
+    shown = 2 if len(warnings) > 3 else len(warnings)
+    lines += [("notice", line) for line in warnings[:shown]]
+    told = [f'<p class="{kind}">{escape(name + line)}</p>' for kind, line in lines]
+    if more := warnings[shown:]:
+        unfolded = "".join(f'<p class="notice">{escape(name + line)}</p>' for line in more[:_UNFOLDED])
+        rest = (
+            f'<p class="notice">and {len(more) - _UNFOLDED} others: see the timeline\'s table</p>' if len(more) > _UNFOLDED else ""
+        )
+        summary = f"{escape(name)}{len(more)} more warnings"
+        told.append(f'<details class="notices"><summary>{summary}</summary>{unfolded}{rest}</details>')
+    return "".join(told)
 
 
 def _render_chart(chart: Chart) -> str:

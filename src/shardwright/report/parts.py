@@ -16,7 +16,7 @@ from shardwright.units import GIB_BYTES, format_bytes, format_seconds
 
 _LOST_TONES = {
     "useful": "c2", "set-up": "c0", "evaluations": "c3", "checkpoints": "c5", "skipped steps": "c4", "withdrawn steps": "c1",
-    "between steps": "c6", "down": "ink",
+    "between steps": "c6", "down": "grid",
 }  # fmt: skip
 MEMORY_TONES = {
     "weights": "c0", "gradients": "c1", "optimizer": "c2", "activations": "c3", "logits": "c4", "gathered": "c5",
@@ -106,7 +106,8 @@ def panel_of_experts(run: Run, key: str, title: str) -> Panel | None:
     unused = int((tokens_LE == 0).sum())
     note = (
         f"Tokens of an expert over its even share, mean of the last {len(last)} steps that tell. Busiest: expert {worst[1]} of "
-        f"sparse layer {worst[0]} with {load_LE.max():.2f} x." + (f" {unused} experts got none." if unused else "")
+        f"sparse layer {worst[0]} with {load_LE.max():.2f} x. Orange is above the even share, blue below."
+        + (f" {unused} expert{'s' if unused > 1 else ''} got none." if unused else "")
     )
     pictures = {name: _draw_heat(load_LE, width, f"{title}: {note}") for name, (width, _) in WIDTHS.items()}
     rows = tuple(
@@ -136,7 +137,7 @@ def _draw_heat(load_LE: Any, width: int, description: str) -> str:
                 f"{load:.2f} x</title></rect>"
             )
     bottom = 4 + layers * pitch
-    out.append(f'<text x="{left}" y="{bottom + 16:.0f}">expert 0 to {experts - 1}; orange above the even share, blue below</text>')
+    out.append(f'<text x="{left}" y="{bottom + 16:.0f}">expert 0 to {experts - 1}, a row for each sparse layer</text>')
     label = escape(description, quote=True)
     return f'<svg class="plot" viewBox="0 0 {width} {bottom + 24:.0f}" role="img" aria-label="{label}">{"".join(out)}</svg>'
 

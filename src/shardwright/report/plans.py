@@ -103,7 +103,8 @@ def _growth(found: Answer) -> Panel | None:
         (f"{point.num_gpus:,}", p.candidate.describe(), format_count(p.tokens_per_second), f"{point.efficiency or 0:.0%}")
         for point, p in told
     )
-    return Panel("growth", "With more devices", "", pictures, Table(("devices", "layout", "tokens/s", "efficiency"), rows))
+    table = Table(("devices", "layout", "tokens/s", "efficiency"), rows)
+    return Panel("growth", "With more devices", "", pictures, table, wide=True)
 
 
 def render_schedule(schedule: Schedule, proof: Proof, timeline: Timeline) -> str:

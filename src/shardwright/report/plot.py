@@ -191,7 +191,8 @@ def _lay_out(drawn: list[Series], frame: Frame, title: str) -> _Canvas:
             values.append(float(positive.min()) if len(positive) else 1.0)
         low, high = pad_range(min(values), max(values), log=frame.y_log)
         if frame.y_from_zero or any(s.style == "area" for s in drawn):
-            low, high = 0.0, max(high, 1e-12)
+            # With some air: a level line at the very top would be taken for a frame.
+            low, high = 0.0, max(high, 1.04 * max(values), 1e-12)
     names = [s.name for s in drawn if s.labelled]
     direct = frame.labels == "direct" and bool(names)
     right = frame.width - (min(160.0, 14 + _CHARACTER_PIXELS * max(map(len, names))) if direct else 12)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.report.bars import Bar, draw_bars
+from shardwright.report.plot import GREY, NUM_COLOURS
 from shardwright.report.runs import Run
 from shardwright.report.shell import Panel, Table
 from shardwright.report.thin import Floats
@@ -73,11 +74,8 @@ def panel_of_ranks(run: Run, key: str, title: str) -> Panel | None:
         mark = f"slow: {times.own[rank] / middle:.2f} x" if rank in slow else ""
         bars.append(Bar(f"rank {rank}", tuple((name, 1000 * value) for name, value in parts), mark))
     note = "Median step of each rank: at work, and waiting for others by what the traffic serves. "
-    note += (
-        f"Rank {', '.join(map(str, slow[:6]))} is more than {SLOW - 1:.0%} slower than the median rank by itself; the others wait."
-        if slow
-        else f"No rank is more than {SLOW - 1:.0%} slower than the median rank by itself."
-    )
+    who = f"Ranks {', '.join(map(str, slow[:6]))} are" if len(slow) > 1 else f"Rank {slow[0]} is" if slow else "No rank is"
+    note += f"{who} more than {SLOW - 1:.0%} slower than the median rank by itself{'; the others wait' if slow else ''}."
     if len(chosen) < len(times.own):
         note += f" {len(chosen)} of {len(times.own)} ranks; the table has them all."
     pictures = draw_bars(
@@ -92,6 +90,12 @@ def panel_of_ranks(run: Run, key: str, title: str) -> Panel | None:
         for rank in range(len(times.own))
     )  # fmt: skip
     return Panel(key, title, note, pictures, Table(columns, rows))
+
+
+def colour_of_cut(cut: str) -> int:
+    """The palette's entry of a cut: the same wherever waits are drawn."""
+    number = int(_TONES.get(cut, "c6").removeprefix("c"))
+    return GREY if number == NUM_COLOURS else number
 
 
 def waits_over_steps(run: Run) -> dict[str, Floats]:

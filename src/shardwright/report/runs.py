@@ -37,6 +37,8 @@ from shardwright.telemetry.goodput import Goodput, measure_goodput
 from shardwright.telemetry.meter import PARTS
 
 PREDICTION_NAME = "prediction.json"
+RUNNING = "running or killed"
+"""The status of a run whose file just ends."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`completed`, `preempted`, `failed`, or `running or killed` when the file just ends."""
+        """`completed`, `preempted`, `failed`, `not begun` without an event, or `RUNNING` when the file just ends."""
+        if not self.log.events:
+            return "not begun"
         for event in reversed(self.log.events):
             if isinstance(event, RunFinished):
                 return event.status
@@ -138,7 +142,7 @@ class Run:
                 return "preempted"
             if isinstance(event, Step | RunStarted):
                 break
-        return "running or killed"
+        return RUNNING
 
 
 def load_run(path: str | os.PathLike[str], *, as_far_as_it_goes: bool = False) -> Run:

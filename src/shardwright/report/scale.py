@@ -73,6 +73,8 @@ def write_ticks(ticks: list[float]) -> list[str]:
 
     >>> write_ticks([0.0, 0.5, 1.0]), write_ticks([0.0, 12500.0, 25000.0]), write_ticks([1e-5, 1e-3])
     (['0', '0.5', '1'], ['0', '12.5k', '25k'], ['1e-5', '1e-3'])
+    >>> write_ticks([0.0, 0.001, 0.002])
+    ['0', '0.001', '0.002']
     """
     largest = max((abs(tick) for tick in ticks), default=0.0)
     if 1000 <= largest < 10_000 and all(tick == round(tick) for tick in ticks):
@@ -80,13 +82,14 @@ def write_ticks(ticks: list[float]) -> list[str]:
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if largest >= scale:
             return [f"{tick / scale:g}{letter}" if tick else "0" for tick in ticks]
-    return [_write_small(tick) for tick in ticks]
+    if any(0 < abs(tick) < 1e-3 - 1e-12 for tick in ticks):
+        return [_write_small(tick) for tick in ticks]
+    return [f"{tick:.6g}" for tick in ticks]
 
 
 def _write_small(tick: float) -> str:
-    if tick == 0 or abs(tick) >= 1e-3 - 1e-12:
-        if 0 < abs(tick) <= 1e-3 + 1e-12:
-            return "1e-3" if tick > 0 else "-1e-3"
+    """Beside ticks below a thousandth: with an exponent, but for zero and from a hundredth on."""
+    if tick == 0 or abs(tick) >= 1e-2:
         return f"{tick:.6g}"
     mantissa, _, exponent = f"{tick:.3e}".partition("e")
     return f"{float(mantissa):g}e{int(exponent)}"

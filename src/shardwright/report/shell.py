@@ -100,7 +100,8 @@ def render_table(table: Table, *, open_: bool = False) -> str:
     """The table behind a picture, folded away unless it stands `open_`."""
     note = f'<p class="quiet">{escape(table.note)}</p>' if table.note else ""
     cells = render_cells(table.columns, table.rows, "words" if table.words else "")
-    return f"<details{' open' if open_ else ''}><summary>Table</summary>{note}{cells}</details>"
+    standing = ' class="standing" open' if open_ else ""
+    return f"<details{standing}><summary>Table</summary>{note}{cells}</details>"
 
 
 def render_cells(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:

@@ -102,7 +102,7 @@ def test_experts_and_samples_are_shown(tmp_path: Path) -> None:
     (run / "samples").mkdir()
     (run / "samples" / "step-2.txt").write_text("<b>once</b> upon")
     page = render(run)
-    assert "expert 2 of sparse layer 1 with 4.00 x. 3 experts got none." in page
+    assert "expert 2 of sparse layer 1 with 4.00 x. Orange is above the even share, blue below. 3 experts got none." in page
     assert "<title>layer 1, expert 2: 4.00 x</title>" in page
     assert "<td>step-2</td><td>&lt;b&gt;once&lt;/b&gt; upon</td>" in page
     assert 'id="expert-load"' in page
