@@ -109,13 +109,15 @@ def launch_command(
         cores_per_rank=cores,
         port=port,
     )
+    unshared: list[str] = []
     if kind == "slurm":
         text = _script(job, partition, account, time, image, sbatch)
     elif kind == "kubernetes":
-        text = _manifest(job, image, namespace, volume, working_dir)
+        text, unshared = _manifest(job, image, namespace, volume, working_dir)
     else:
         text = _commands(job, addresses)
-    _tell(kind, text, job, [*job.cautions(), *_unsaid(recipe, given, kind)], out=out, submitted=submit, json_output=json_output)
+    notes = [*job.cautions(), *unshared, *_unsaid(recipe, given, kind)]
+    _tell(kind, text, job, notes, out=out, submitted=submit, json_output=json_output)
 
 
 def _unsaid(recipe: Path, given: dict[str, str], kind: str) -> list[str]:
@@ -132,8 +134,8 @@ def _script(job: Job, partition: Text, account: Text, time: Text, image: Text, s
     return sbatch_script(job, SlurmOptions(partition, account, time, image, tuple(sbatch or ())))
 
 
-def _manifest(job: Job, image: Text, namespace: Text, volume: list[str] | None, working_dir: Text) -> str:
-    from shardwright.interop.kubernetes import KubernetesOptions, manifest
+def _manifest(job: Job, image: Text, namespace: Text, volume: list[str] | None, working_dir: Text) -> tuple[str, list[str]]:
+    from shardwright.interop.kubernetes import KubernetesOptions, manifest, unshared
 
     if image is None:
         raise InputError(
@@ -141,7 +143,8 @@ def _manifest(job: Job, image: Text, namespace: Text, volume: list[str] | None, 
             field="--image",
             remedy="Name one that holds shardwright, e.g. --image registry/shardwright:1.0",
         )
-    return manifest(job, KubernetesOptions(image, namespace, tuple(volume or ()), working_dir))
+    options = KubernetesOptions(image, namespace, tuple(volume or ()), working_dir)
+    return manifest(job, options), unshared(job, options)
 
 
 def _commands(job: Job, addresses: list[str]) -> str:

@@ -31,6 +31,8 @@ _PLAIN = {
     "lora_r": "adapters.rank",
     "lora_alpha": "adapters.alpha",
     "lora_dropout": "adapters.dropout",
+    "neftune_noise_alpha": "training.neftune_noise_alpha",
+    "label_smoothing_factor": "training.label_smoothing",
 }
 """Keys that mean the same here, under our name."""
 
@@ -45,6 +47,8 @@ _OPTIMIZERS = {
     "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit",
     "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw_8bit": "adamw_8bit",
     "adafactor": "adafactor",
     "muon": "muon",
     "sgd": "sgd",
@@ -58,6 +62,9 @@ _RECORDS = {
     "input_output": "prompt_completion",
 }
 
+_FSDP_WORDS = {"full_shard": 3, "shard_grad_op": 2}
+"""What `fsdp` lists where there is no `fsdp_config`: which zero_stage it is."""
+
 _DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -70,7 +77,11 @@ def read(source: Source, found: Findings) -> None:
     _read_length(source, found)
     _read_optimisation(source, found)
     _read_precision(source, found)
+    preferred = _read_preference(source, found)
     _read_data(source, found)
+    if preferred:  # which columns hold the two responses is seen by looking; a kind of conversation says nothing of it
+        for given in (*(found.value("data.sources") or ()), *(found.value("data.validation") or ())):
+            given.pop("records", None)
     _read_adapter(source, found)
     _read_layout(source, found)
     if source.take("wandb_project"):
@@ -123,6 +134,8 @@ def _read_optimisation(source: Source, found: Findings) -> None:
     name = source.take("optimizer", "adamw_torch_fused")
     if name in _OPTIMIZERS:
         found.put("optimizer.name", _OPTIMIZERS[name], "optimizer")
+        if name.startswith("paged_"):
+            found.remark(f"optimizer: {name}: the same steps, with moments that stay on the device")
         if _OPTIMIZERS[name].startswith("adamw") and "optimizer.beta2" not in found.recipe:
             found.put("optimizer.beta2", 0.999, "adam_beta2")
     else:
@@ -143,6 +156,22 @@ def _read_optimisation(source: Source, found: Findings) -> None:
     elif checkpointing:
         found.drop("gradient_checkpointing", checkpointing, "activations are recomputed or kept, not moved to the host")
     source.take("gradient_checkpointing_kwargs")
+
+
+def _read_preference(source: Source, found: Findings) -> bool:
+    """Whether what is learned are preferences. What is learned in another way than here is asked for, and not passed over: without
+    it the recipe would learn something else."""
+    kind, beta = source.take("rl"), source.take("rl_beta")
+    if kind is None:
+        return False
+    if kind == "dpo":
+        found.put("preference.kind", "dpo", "rl")
+        found.put("preference.beta", beta, "rl_beta")
+        found.put("preference.label_smoothing", source.take("dpo_label_smoothing"), "dpo_label_smoothing")
+        return True
+    found.drop("rl", kind, "of preferences DPO is learned here (preference: {kind: dpo}); without it responses are, token by token")
+    found.need("preference.kind")
+    return False
 
 
 def _read_precision(source: Source, found: Findings) -> None:
@@ -260,9 +289,15 @@ def _read_adapter(source: Source, found: Findings) -> None:
 
 def _read_layout(source: Source, found: Findings) -> None:
     sections = [key for key in ("fsdp_config", "deepspeed") if key in source]
+    words = source.take("fsdp")
     if "fsdp_config" in sections:
-        source.take("fsdp"), source.take("fsdp_version")
+        source.take("fsdp_version")
         read_fsdp(source, found)
+    elif isinstance(words, list | str) and words:
+        stage = next((stage for word, stage in _FSDP_WORDS.items() if word in words), None)
+        found.put("layout.zero_stage", stage, "fsdp")
+        if stage is None or "offload" in words or "hybrid_shard" in words:
+            found.drop("fsdp", words, f"of these words only {', '.join(_FSDP_WORDS)} are read, as zero_stage")
     elif "deepspeed" in sections:
         path = str(source.take("deepspeed"))
         stage = next((number for number in (1, 2, 3) if f"zero{number}" in path), None)

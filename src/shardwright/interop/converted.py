@@ -34,9 +34,8 @@ class Source:
         return here.pop(last, default) if isinstance(here, dict) else default
 
     def take_all(self, key: str) -> dict[str, Any]:
-        """All that is left below a key, by dotted name."""
-        section = self.take(key)
-        return _flattened(section) if isinstance(section, dict) else {} if section is None else {"": section}
+        """All that is left of a section, by dotted name; what is there in place of a section stays for `left`."""
+        return _flattened(self._left.pop(key)) if isinstance(self._left.get(key), dict) else {}
 
     def __contains__(self, key: str) -> bool:
         return self._left.get(key) is not None

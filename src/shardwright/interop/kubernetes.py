@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -39,6 +40,16 @@ class KubernetesOptions:
                 raise InputError("not a claim and where to mount it", field="--volume", got=volume, allowed="CLAIM:/path")
             found.append((claim, path))
         return found
+
+
+def unshared(job: Job, options: KubernetesOptions) -> list[str]:
+    """A warning where the run folder lies on none of the volumes: pods would not share it, and it would end with them."""
+    run_dir = job.run_dir or job.recipe.run.dir or f"runs/{job.recipe.name}"
+    place = PurePosixPath(options.working_dir or "/") / run_dir
+    if any(place.is_relative_to(mount) for _, mount in options.mounts()):
+        return []
+    begins = "" if options.working_dir or run_dir.startswith("/") else " (relative to where the image starts: say --working-dir)"
+    return [f"the run folder {run_dir}{begins} is on no --volume: pods would not share it, and it would end with them"]
 
 
 def manifest(job: Job, options: KubernetesOptions) -> str:

@@ -204,6 +204,36 @@ def test_an_axolotl_file(tmp_path: Path) -> None:
     assert any("Hub" in remark for remark in found.remarks)
 
 
+def test_axolotls_preferences_are_learned_or_asked_for(tmp_path: Path) -> None:
+    """A file that learns preferences never becomes a recipe that learns the responses token by token."""
+    pairs = AXOLOTL | {"datasets": [{"path": "./pairs.jsonl", "type": "chat_template.default"}], "sample_packing": False}
+    found = converted(tmp_path, "dpo.yml", pairs | {"rl": "dpo", "rl_beta": 0.3})
+    recipe = validate_recipe(found.document)
+    assert recipe.preference is not None
+    assert (recipe.preference.kind, recipe.preference.beta) == ("dpo", 0.3)
+    assert [(source.path, source.records) for source in recipe.data.sources] == [("./pairs.jsonl", "auto")]
+    other = converted(tmp_path, "kto.yml", pairs | {"rl": "kto"})
+    assert other.needed == ("preference.kind",)
+    assert "rl" in {item.key for item in other.dropped}
+
+
+@pytest.mark.parametrize(
+    ("words", "stage", "named"), [(["full_shard", "auto_wrap"], 3, False), (["shard_grad_op", "offload"], 2, True)]
+)
+def test_axolotls_older_words(tmp_path: Path, words: list[str], stage: int, named: bool) -> None:
+    told = {key: value for key, value in AXOLOTL.items() if key != "deepspeed"}
+    told |= {"fsdp": words, "optimizer": "paged_adamw_8bit", "neftune_noise_alpha": 5}
+    found = converted(tmp_path, "old.yml", told)
+    recipe = validate_recipe(found.document)
+    assert (recipe.layout.zero_stage, recipe.optimizer.name, recipe.training.neftune_noise_alpha) == (stage, "adamw_8bit", 5)
+    assert ("fsdp" in {item.key for item in found.dropped}) == named
+
+
+def test_a_value_in_place_of_a_section_is_named(tmp_path: Path) -> None:
+    found = converted(tmp_path, "ds.json", {"train_batch_size": 4, "zero_optimization": True})
+    assert [item.key for item in found.dropped] == ["zero_optimization"]
+
+
 def test_an_accelerate_file_of_the_first_fsdp(tmp_path: Path) -> None:
     section = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True, "fsdp_use_orig_params": True}
     document = {

@@ -212,6 +212,18 @@ def test_the_manifest_is_of_the_operators_form(recipe: Path, capsys: pytest.Capt
     assert pod["terminationGracePeriodSeconds"] > int(grace), "ranks may save before the pod is killed"
 
 
+@pytest.mark.parametrize(
+    ("words", "shared"),
+    [((), False), (("--working-dir", "/data"), True), (("--run-dir", "/data/runs/a"), True), (("--run-dir", "/tmp/a"), False)],
+)
+def test_a_run_folder_that_pods_would_not_share_is_told(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], shared: bool
+) -> None:
+    common = ["--kubernetes", "--gpus-per-node", "4", "--image", "lab/sw:1", "--volume", "store:/data"]
+    assert run(["launch", str(recipe), *common, *words]) == ExitCode.DONE
+    assert ("is on no --volume" in capsys.readouterr().err) == (not shared)
+
+
 def test_each_node_has_its_torchrun_command(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--torchrun", "--hosts", "10.0.0.1,10.0.0.2", "--gpus-per-node", "4", "--env", "WORDS=two words", "--json"]
     told = json.loads(launched(capsys, str(recipe), *words))
