@@ -79,7 +79,7 @@ def test_the_clock_counts_blocks_and_stops_on_command() -> None:
 def test_a_rank_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
     case = make_case(contender="nobody", world_size=1)
     with (
-        launch.Ranks(case, tmp_path, time_limit_seconds=60) as ranks,
+        launch.Ranks(case, tmp_path, time_limit_seconds=250) as ranks,
         pytest.raises(launch.RanksFailed, match="KeyError: 'nobody'"),
     ):
         ranks.wait_ready()
