@@ -46,12 +46,14 @@ class ChatTemplate:
 
         Raises:
             Unusable: the template throws.
+            TokenizerError: it is no template.
         """
         return self._render(messages, tools, prompt=prompt, marks=False)[0]
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, marks: bool
     ) -> tuple[str, list[tuple[int, int]]]:
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         turns = [{key: value for key, value in turn.items() if key != "loss_weight"} for turn in messages]
@@ -64,6 +66,8 @@ class ChatTemplate:
                 return_assistant_tokens_mask=marks,
                 **self.variables,
             )
+        except TemplateSyntaxError as error:
+            raise _no_template(self.text, error) from error
         except Exception as error:  # the template is a program that somebody else wrote
             raise Unusable(f"the chat template throws: {type(error).__name__}: {error}") from error
         texts, spans = rendered
@@ -157,6 +161,17 @@ def load_chat_template(
     if eos_token is not None:
         tokens.setdefault("eos_token", eos_token)
     return ChatTemplate(text, {**tokens, **variables})
+
+
+def _no_template(text: str, error: Any) -> TokenizerError:
+    """What no record can be rendered with; what only some records make a template say is theirs."""
+    line = "".join(text.splitlines()[error.lineno - 1 : error.lineno])
+    return TokenizerError(
+        f"the chat template is no Jinja: {error.message}",
+        field="data.chat_template",
+        got=f"line {error.lineno}: {line.strip()[:_SHOWN_CHARACTERS]}",
+        remedy="Mend it, or name a file with another template there",
+    )
 
 
 def _read_file(path: Path) -> str:

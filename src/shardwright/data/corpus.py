@@ -55,6 +55,7 @@ class Records(NamedTuple):
         if self.broken_fraction <= max_broken_fraction:
             return
         first = "; ".join(f"{item.file}:{item.line} {item.reason}" for item in self.broken[:4])
+        lines = self.num_broken == self.num_records > 1 and self.broken[0].reason.startswith("not JSON")
         more = f"; and {self.num_broken - 4} more" if self.num_broken > 4 else ""
         raise DataError(
             f"too many records cannot be read: {first}{more}",
@@ -64,7 +65,8 @@ class Records(NamedTuple):
             remedy="A source holds records of one kind: say in its text_field, or its `records` and `columns`, which columns hold "
             "what, and give records of another kind a source of their own"
             if self.broken[0].reason.startswith("no field")
-            else "Mend them, or raise data.max_broken_fraction to set them aside",
+            else ("One line of JSON lines is one record; name files of another form .json. " if lines else "")
+            + "Mend them, or raise data.max_broken_fraction to set them aside",
         )
 
 

@@ -125,7 +125,7 @@ class Records:
         for role, name in self.columns:
             if role in KINDS[self.kind].required and role not in by_role:
                 has = ", ".join(map(repr, list(row)[:6]))
-                raise Unusable(f"{name!r} is not a string but null" if name in row else f"no field {name!r}; it has {has}")
+                raise Unusable(f"{name!r} is null" if name in row else f"no field {name!r}; it has {has}")
         canonical, content = _READERS[self.kind](_Given(by_role, dict(self.columns)))
         return canonical, content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, sort_keys=True)
 
@@ -144,7 +144,7 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
         where: the recipe's field, for errors.
 
     Raises:
-        DataError: two kinds or two columns fit, a named column belongs to no kind or is absent.
+        DataError: two kinds or two columns fit, a named column belongs to no kind or is absent, records within one object.
     """
     candidates = [asked] if asked != "auto" else [kind for kind in KINDS if set(named) <= set(KINDS[kind].columns)]
     if any(role not in KINDS[kind].columns for kind in candidates for role in named) or not candidates:
@@ -166,10 +166,26 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
             remedy="Say which in `records`",
         )
     if not fitting and asked in ("auto", "text"):
-        return text_records(named.get("text", text_field))
+        text = named.get("text", text_field)
+        if text not in columns:
+            _refuse_wrapped(rows, where)
+        return text_records(text)
     kind = fitting[0] if fitting else asked
     there = {name for row in mine[kind] or rows for name in _present(row)}
     return Records(kind, _choose_columns(kind, there, named, where))
+
+
+def _refuse_wrapped(rows: Sequence[Mapping[str, Any]], where: str) -> None:
+    """One object around all records, as some services export them, is no record itself."""
+    for name, value in rows[0].items() if len(rows) == 1 else ():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            raise DataError(
+                f"the file is one object, and the records are in its field {name!r}",
+                field=f"{where}.path",
+                got=f"{len(value)} objects in {name!r}",
+                allowed="a JSON array of records, or one on each line",
+                remedy="Save that list as a file of its own",
+            )
 
 
 def _present(row: Mapping[str, Any]) -> set[str]:
@@ -237,7 +253,7 @@ class _Given(dict[str, Any]):
     def integers(self, role: str) -> list[int]:
         """The integers of a column."""
         value = self[role]
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+        if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             raise Unusable(f"{self.names[role]!r} is not a list of integers")
         return value
 

@@ -38,13 +38,12 @@ def read_rows(path: Path, form: str, compression: str | None, columns: Sequence[
         columns: of a Parquet or Arrow file, which are read; those that it lacks are passed over. None reads all.
 
     Raises:
-        DataError: a column that is there twice.
+        DataError: a column that is there twice, a file in UTF-16.
         OSError, EOFError, ValueError: a file that is damaged as a whole.
     """
-    if form == "jsonl":
-        return _read_json_lines(path, compression)
-    if form == "json":
-        return _read_json(path, compression)
+    if form in ("jsonl", "json"):
+        refuse_utf_16(path, compression)
+        return _read_json_lines(path, compression) if form == "jsonl" else _read_json(path, compression)
     return _read_columns(path, form, columns)
 
 
@@ -78,6 +77,20 @@ def open_stream(path: Path, compression: str | None) -> IO[bytes]:
 
         return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
     return open(path, "rb")
+
+
+def refuse_utf_16(path: Path, compression: str | None) -> None:
+    """Refuse a file whose first bytes say that it is UTF-16 or UTF-32: of its lines none could be read, each for another reason.
+
+    Raises:
+        DataError: names the file.
+    """
+    with open_stream(path, compression) as stream:
+        start = stream.read(2)
+    if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise DataError(
+            "the file is UTF-16", field=str(path), allowed="UTF-8", remedy="Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+        )
 
 
 def _read_json_lines(path: Path, compression: str | None) -> Iterator[Row]:
@@ -163,14 +176,23 @@ def _read_array(path: Path, reader: Any, text: str) -> Iterator[Row]:
         if not following:
             yield Row(line, None, "the file ends within the array: it is cut short")
             return
+        repeated = False
         while True:
             try:
                 value, end = decoder.raw_decode(window.text, window.at)
                 if end == len(window.text) and not isinstance(value, dict) and window.grow():
                     continue  # a number may go on
                 break
-            except _RepeatedKey as error:
-                raise DataError(f"a record has the field {error.key!r} twice", field=f"{path}:{line}") from error
+            except _RepeatedKey as error:  # told only once the record is whole: its end is where it is without the check
+                try:
+                    end = json.JSONDecoder().raw_decode(window.text, window.at)[1]
+                except json.JSONDecodeError:
+                    if window.grow():
+                        continue
+                    yield Row(line, None, "the file ends within a record: it is cut short")
+                    return
+                repeated, value = True, f"the field {error.key!r} is there twice"
+                break
             except (json.JSONDecodeError, RecursionError) as error:
                 if len(window.text) - window.at > MAX_RECORD_BYTES or isinstance(error, RecursionError):
                     raise DataError(f"a record cannot be read: {error}", field=f"{path}:{line}") from error
@@ -180,7 +202,7 @@ def _read_array(path: Path, reader: Any, text: str) -> Iterator[Row]:
                     raise DataError(f"not JSON: {error}; nothing behind it can be read", field=f"{path}:{line}") from error
                 yield Row(line, None, "the file ends within a record: it is cut short")
                 return
-        yield _as_row(value, line)
+        yield Row(line, None, value) if repeated else _as_row(value, line)
         window.take(end - window.at)
 
 

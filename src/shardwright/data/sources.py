@@ -10,7 +10,9 @@ from __future__ import annotations
 import codecs
 import fnmatch
 import json
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +20,10 @@ from typing import Any, NamedTuple
 
 from shardwright.config.data import Source
 from shardwright.data.formats import KINDS, Records, Unusable, recognise, text_records
-from shardwright.data.records import column_types, holds_strings, open_stream, read_rows
+from shardwright.data.records import column_types, holds_strings, open_stream, read_rows, refuse_utf_16
 from shardwright.errors import DataError
+
+log = logging.getLogger(__name__)
 
 PIECE_CHARACTERS = 256 * 1024
 """A text file is read in pieces of about this size, so that a file of any size costs the same memory."""
@@ -113,6 +117,10 @@ def list_files(sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
             found = [_as_file(source, path, path.name, where)]
         else:
             raise DataError("no such file or folder", field=where, got=source.path, remedy=f"Looked from {Path.cwd()}")
+        again = {file.path.resolve() for file in found} & {file.path.resolve() for file in files}
+        if again:
+            message = "%s: %d of its files belong to a source before it, too, and are learnt twice: %s"
+            log.warning(message, where, len(again), min(again))
         files += [replace(file, source=number) for file in found]
     return tuple(files)
 
@@ -151,7 +159,7 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
     def stop(error: OSError) -> None:
         raise DataError(f"a folder cannot be listed: {error.strerror}", field=where, got=error.filename)
 
-    files, passed_over = [], set()
+    files, passed_over = [], Counter[str]()
     for parent, folders, names in os.walk(folder, onerror=stop):
         relative = Path(parent).relative_to(folder)
         folders[:] = [name for name in folders if not name.startswith(".") and not _excluded(source, relative / name)]
@@ -161,8 +169,8 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
                 continue
             if is_chosen(source, below):
                 files.append(_as_file(source, Path(parent) / name, below.as_posix(), where))
-            else:
-                passed_over.add(Path(name).suffix or name)
+            elif name not in NOT_RECORDS:
+                passed_over[Path(name).suffix or name] += 1
     if not files:
         raise DataError(
             f"no file in this folder matches {source.glob!r}" if source.glob else "no file in this folder has a known format",
@@ -171,6 +179,9 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
             allowed=", ".join(FORMAT_OF_SUFFIX) if not source.glob else None,
             remedy=f"It holds {', '.join(sorted(passed_over)[:8])} files: choose with `glob`" if passed_over else "It is empty",
         )
+    if passed_over and not source.glob and source.format == "auto":
+        told = ", ".join(f"{number} {suffix}" for suffix, number in sorted(passed_over.items())[:8])
+        log.warning("%s: files passed over, whose format is not read: %s (`glob` chooses, `exclude` leaves out)", where, told)
     return sorted(files, key=lambda file: Path(file.name).parts)
 
 
@@ -220,7 +231,8 @@ def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str)
     """The files with what their records hold, found by looking at the first records of each source.
 
     Raises:
-        DataError: records that could be of several kinds, columns of the recipe that are not there, a file that cannot be read.
+        DataError: records that could be of several kinds, columns of the recipe that are not there, a file that cannot be read,
+            text files among those of conversations or the like.
     """
     found: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -232,6 +244,13 @@ def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str)
         rows = _first_rows(with_records)
         asked = "text" if source.records == "auto" and source.text_field != _TEXT_FIELD else source.records
         records = recognise(rows, asked, source.columns, source.text_field, where)
+        if records.kind != "text" and source.format == "auto" and (texts := [file for file in mine if file.format == "text"]):
+            raise DataError(
+                f"text files lie among files of {KINDS[records.kind].summary}, and would be learnt whole",
+                field=f"{where}.path",
+                got=", ".join(file.name for file in texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else ""),
+                remedy=f"Leave them out (`exclude: [{texts[0].name!r}]`), or name them as a source of their own",
+            )
         found += [file if file.format == "text" else replace(file, records=records) for file in mine]
     return tuple(found)
 
@@ -276,6 +295,7 @@ def read_files(files: Sequence[SourceFile]) -> Iterator[Piece | Broken]:
 
 
 def _read_text(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
+    refuse_utf_16(file.path, file.compression)
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     pending: list[str] = []
     num_pending, line, begins, blank = 0, 1, True, True
@@ -320,9 +340,9 @@ def _place_to_cut(pending: list[str]) -> str:
 
 
 def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
-    if file.format in COLUMNAR:
-        _check_columns(file)
-    for row in read_rows(file.path, file.format, file.compression, file.records.column_names()):
+    for number, row in enumerate(read_rows(file.path, file.format, file.compression, file.records.column_names())):
+        if number == 0 and file.format in COLUMNAR:  # of no rows nobody knows the columns
+            _check_columns(file)
         text, reason, canonical = "", row.reason, ""
         if row.value is not None:
             try:

@@ -112,7 +112,7 @@ def write_tokens(
                 own = part.weights if part.weights is not None else np.ones(len(part.ids))
                 weights.write(own.astype("<f4").tobytes())
             writing.count(part)
-            stream.write(_as_type(part.ids, dtype, tokenizer).tobytes())  # numpy's tofile hides why a disk refuses
+            stream.write(_as_type(part, dtype, tokenizer).tobytes())  # numpy's tofile hides why a disk refuses
             if marks is not None:
                 supervised = part.supervised if part.supervised is not None else np.ones(len(part.ids), dtype=np.uint8)
                 marks.write(supervised.tobytes())
@@ -204,13 +204,14 @@ def _encoded(
             on_read(num_read)
 
 
-def _as_type(ids: IdArray, dtype: np.dtype[Any], tokenizer: Tokenizer) -> npt.NDArray[Any]:
+def _as_type(part: _Part, dtype: np.dtype[Any], tokenizer: Tokenizer) -> npt.NDArray[Any]:
     """The ids in the type of the file. Ids that were given as such may lie beyond the tokenizer's, and must not wrap around."""
+    ids = part.ids
     if len(ids) and int(ids.max()) > np.iinfo(dtype).max:
         raise TokenizerError(
             "the data hold a token id outside the tokenizer's vocabulary",
             field="tokenizer",
-            got=f"token id {int(ids.max())}",
+            got=f"token id {int(ids.max())} in {part.piece.file}:{part.piece.line}",
             allowed=f"ids below {tokenizer.vocab_size}",
             remedy="Name the tokenizer that the ids were made with",
         )

@@ -84,7 +84,7 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path, form: str) -> 
     assert len(found.train) == len(expected.train)
     for index in range(len(found.train)):
         for one, other in zip(found.train.sample(index), expected.train.sample(index), strict=True):
-            assert np.array_equal(one, other)
+            assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_the_second_time_nothing_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
