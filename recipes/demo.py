@@ -7,6 +7,7 @@ gradients against one process, and draws its report. Everything it runs is a `sh
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from shardwright.errors import ExitCode
@@ -22,6 +24,9 @@ from shardwright.telemetry.events import Evaluation, Step, read_events, survivin
 
 RECIPE = Path(__file__).with_name("demo.yaml")
 PROMPT = "def read_"
+
+_ON_PARENTS_DEATH = 1
+"""PR_SET_PDEATHSIG of prctl(2); it stays over an exec."""
 
 
 def main() -> int:
@@ -34,6 +39,8 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed to train")
     options = parser.parse_args()
     began = time.monotonic()
+    if "MAKELEVEL" in os.environ:  # make stays until this ends; a shell may leave before
+        end_with_parent()
     os.environ["PYTHON_STDLIB"] = sysconfig.get_path("stdlib")
     os.environ["PYTHONWARNINGS"] = "ignore"
     run_dir: Path = options.run_dir
@@ -57,6 +64,15 @@ def main() -> int:
     return conclude(run_dir, time.monotonic() - began)
 
 
+def end_with_parent() -> None:
+    """Have this process asked to stop (SIGTERM) when its parent ends, however that ends; Linux tells, elsewhere nothing happens.
+
+    A `make demo` that is killed outright would otherwise leave a training behind that nobody sees.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGTERM)
+
+
 def command(words: list[str]) -> list[str]:
     """Print a shardwright command as a person would type it; returns it as this interpreter runs it."""
     print(f"$ shardwright {shlex.join(words)}", flush=True)
@@ -65,12 +81,12 @@ def command(words: list[str]) -> list[str]:
 
 def call(words: list[str]) -> int:
     """Run a command to its end."""
-    return subprocess.run(command(words), check=False).returncode
+    return subprocess.run(command(words), check=False, preexec_fn=end_with_parent).returncode
 
 
 def run_and_stop(words: list[str], run_dir: Path, stop_at: int) -> int:
     """Run a command and interrupt it once it has done `stop_at` steps."""
-    process = subprocess.Popen(command(words), start_new_session=True)
+    process = subprocess.Popen(command(words), start_new_session=True, preexec_fn=end_with_parent)
     try:
         while process.poll() is None:
             if steps_done(run_dir) >= stop_at:

@@ -86,10 +86,18 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise InputError(f"is neither JSON nor YAML: {error}", field="FILE", got=str(path)) from error
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise InputError(f"is no {kind}: {_where(error)}", field="FILE", got=str(path)) from error
     if not isinstance(document, dict):
         raise InputError("a configuration is a mapping", field="FILE", got=type(document).__name__)
     return document
+
+
+def _where(error: Exception) -> str:
+    """What is wrong and at which line, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _system_of(document: Mapping[str, Any], path: Path) -> str:

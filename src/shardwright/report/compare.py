@@ -128,7 +128,8 @@ def compare_runs(run: Run, reference: Run, *, tolerance: float = 0.003, window_s
 def _refuse_strangers(run: Run, reference: Run) -> None:
     for each, which in ((run, "RUN"), (reference, "REFERENCE")):
         if each.start is None:
-            raise InputError("its events hold no start, so nobody can tell what it was trained on", field=which, got=str(each.path))
+            told = "its events hold no start, so nobody can tell what it was trained on"
+            raise InputError(told, field=which, got=str(each.log.path))
         if not each.steps:
             raise InputError("it has no steps", field=which, got=str(each.path))
     assert run.start is not None

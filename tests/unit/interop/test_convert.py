@@ -287,7 +287,7 @@ def test_the_written_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.
     ("name", "text", "message"),
     [
         ("a.json", None, "no such file"),
-        ("a.json", "{", "neither JSON nor YAML"),
+        ("a.json", "{", "is no JSON: Expecting property name"),
         ("a.yaml", "- 1", "a configuration is a mapping"),
         ("a.yaml", "colour: blue", "of no system that we know"),
     ],

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,30 @@ def test_the_manifest_is_of_the_operators_form(recipe: Path, capsys: pytest.Capt
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     grace = {entry["name"]: entry["value"] for entry in container["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
     assert pod["terminationGracePeriodSeconds"] > int(grace), "ranks may save before the pod is killed"
+
+
+def test_the_manifest_is_one_to_the_operators_own_client(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read into the classes of kubeflow-training and kubernetes, which know every field, and back: nothing is lost or changed."""
+    models = pytest.importorskip("kubeflow.training.models")
+    from kubernetes.client import ApiClient
+    from kubernetes.client import models as common
+
+    for name in vars(models).keys() - vars(common).keys():  # where the client looks classes up
+        monkeypatch.setattr(common, name, getattr(models, name), raising=False)
+
+    words = ["--kubernetes", "--nodes", "3", "--gpus-per-node", "4", "--cores-per-rank", "2", "--image", "lab/sw:1"]
+    told = yaml.safe_load(launched(capsys, str(recipe), *words, "--volume", "store:/data", "--working-dir", "/data"))
+    client = ApiClient()
+    read = client.deserialize(SimpleNamespace(data=json.dumps(told)), "KubeflowOrgV1PyTorchJob")
+    back = client.sanitize_for_serialization(read)
+    for replica in told["spec"][
+        "pytorchReplicaSpecs"
+    ].values():  # quantities may be numbers to Kubernetes, and are text to the client
+        limits = replica["template"]["spec"]["containers"][0]["resources"]["limits"]
+        limits |= {name: str(amount) for name, amount in limits.items()}
+    assert back == told
 
 
 @pytest.mark.parametrize(
