@@ -35,6 +35,7 @@ PLACES = {
     "jump": "the samples of this many steps are left out from here on (`count`)",
     "hold": "the interpreter's lock is held for as long as the process lives",
     "sleep": "the rank sleeps, and others wait for it",
+    "interrupt": "the launcher gets SIGINT, and the rank takes its step once it has been told",
     "skip": "the rank skips its next all-reduce",
     "slow": "reading a step's samples takes `seconds` longer from here on",
     "memory": "no more memory than now may be had",
@@ -100,6 +101,7 @@ def arm(faults: Faults) -> None:
 
     def note(running: loop.Loop, *_: object) -> None:
         faults.step = running.state.step
+        ask_to_stop(faults, running)
         arm_numbers(faults, running)
         arm_hangs(faults)
 
@@ -125,6 +127,14 @@ def arm(faults: Faults) -> None:
 
 def _pause(seconds: float, *_: object) -> None:
     time.sleep(seconds)
+
+
+def ask_to_stop(faults: Faults, running: Any) -> None:
+    """As by Ctrl-C in the launcher's terminal, before this step."""
+    if faults.due("interrupt"):
+        os.kill(os.getppid(), signal.SIGINT)
+        while not running.stop:
+            time.sleep(0.01)
 
 
 def arm_numbers(faults: Faults, running: Any) -> None:

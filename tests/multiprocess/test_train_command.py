@@ -6,10 +6,8 @@ import gzip
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,9 +26,13 @@ from shardwright.telemetry.events import (
     read_events,
     surviving_steps,
 )
+from tests.faults.conftest import ROOT
+from tests.faults.worker import MARKS, PLAN
 
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 STEPS = 20
+PATIENCE_SECONDS = 280
+"""For what ends within seconds on a quiet machine."""
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +82,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def train(workplace: Path, run: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(workplace / run), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+def train(workplace: Path, run: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment(), check=False)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(workplace: Path) -> Path:
-    done = train(workplace, "whole", "--nproc", "2", "--layout", "zero_stage=3", "--set", "run.profile_steps=[3]", "--json")
+    words = ["--layout", "zero_stage=3", "--set", "run.profile_steps=[3]", "--json"]
+    done = train(workplace, workplace / "whole", "--nproc", "2", *words)
     assert done.returncode == ExitCode.DONE, done.stderr
     summary = json.loads(done.stdout)
     assert summary["schema_version"] == 1
@@ -127,7 +130,7 @@ def test_every_rank_tells_how_its_steps_went(uninterrupted: Path) -> None:
     # On one clock the ranks' work of one step lies side by side: they wait for each other at its end.
     begins, ends = [min(e["ts"] for e in row) for row in work], [max(e["ts"] + e.get("dur", 0) for e in row) for row in work]
     assert max(begins) < min(ends)
-    assert profile.clock_error_seconds < 1
+    assert profile.clock_error_seconds < 5
 
 
 def test_a_run_folder_holds_what_it_should(uninterrupted: Path) -> None:
@@ -147,36 +150,29 @@ def test_a_run_folder_holds_what_it_should(uninterrupted: Path) -> None:
     assert f"evaluation at step {STEPS}" in (uninterrupted / "log.txt").read_text()
 
 
-def test_one_process_sees_the_same_losses(workplace: Path, uninterrupted: Path) -> None:
-    done = train(workplace, "alone")
+def test_one_process_sees_the_same_losses(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    done = train(workplace, tmp_path)
     assert done.returncode == ExitCode.DONE, done.stderr
-    alone, sharded = (surviving_steps(read_events(run)) for run in (workplace / "alone", uninterrupted))
+    alone, sharded = (surviving_steps(read_events(run)) for run in (tmp_path, uninterrupted))
     for one, other in zip(alone, sharded, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-5)
         assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-4)
-    hashes = {read_events(run).of(RunStarted)[0].data_hash for run in (workplace / "alone", uninterrupted)}
+    hashes = {read_events(run).of(RunStarted)[0].data_hash for run in (tmp_path, uninterrupted)}
     assert len(hashes) == 1
 
 
-def test_a_stopped_and_resumed_run_ends_with_the_same_bits(workplace: Path, uninterrupted: Path) -> None:
-    run = workplace / "stopped"
+def test_a_stopped_and_resumed_run_ends_with_the_same_bits(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    run, stopped_at = tmp_path / "run", 7
     words = ["--nproc", "2", "--layout", "zero_stage=3"]
-    command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
-    deadline = time.monotonic() + 90
-    while not ((run / "events.jsonl").exists() and read_events(run).of(RunStarted)):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    stopped_at = surviving_steps(read_events(run))[-1].step
-    assert stopped_at is not None
-    assert stopped_at < STEPS, "the run was over before it could be stopped"
-    assert process.returncode == ExitCode.PREEMPTED, told
-    assert f"saved at step {stopped_at}" in told
+    command = [sys.executable, "-m", "tests.faults.run", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
+    interrupt = {"rank": 0, "step": stopped_at - 1, "place": "interrupt", "signals": []}
+    told = environment() | {PLAN: json.dumps([interrupt]), MARKS: str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, cwd=ROOT, check=False)
+    assert done.returncode == ExitCode.PREEMPTED, done.stderr
+    assert f"SIGINT: saved at step {stopped_at}" in done.stderr
+    assert surviving_steps(read_events(run))[-1].step == stopped_at
 
-    done = train(workplace, "stopped", *words, "--resume")
+    done = train(workplace, run, *words, "--resume")
     assert done.returncode == ExitCode.DONE, done.stderr
     assert final_weights(run) == final_weights(uninterrupted)
     events = read_events(run)
@@ -187,26 +183,20 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(workplace: Path, unin
     assert [step.loss for step in surviving_steps(events)] == straight
 
 
-def test_a_checkpoint_opens_under_another_layout(workplace: Path, uninterrupted: Path) -> None:
-    """What zero_stage 3 on two ranks has saved goes on in one process, with the losses of the run that was not stopped."""
-    done = train(
-        workplace,
-        "elsewhere",
-        "--nproc",
-        "2",
-        "--layout",
-        "zero_stage=3",
-        "--set",
-        "training.max_steps=4",
-        "--set",
-        "training.schedule=constant",
-    )
+@pytest.mark.long
+def test_a_checkpoint_opens_under_another_layout(workplace: Path, tmp_path: Path) -> None:
+    """What zero_stage 3 on two ranks has saved goes on in one process, with the losses of the run that was not stopped.
+
+    Long, since `test_checkpoint_resume` takes one run through nine layouts in far less time; here the verb does it.
+    """
+    elsewhere, constant = tmp_path / "elsewhere", ["--set", "training.schedule=constant", "--set"]
+    done = train(workplace, elsewhere, "--nproc", "2", "--layout", "zero_stage=3", *constant, "training.max_steps=4")
     assert done.returncode == ExitCode.DONE, done.stderr
-    done = train(workplace, "elsewhere", "--resume", "--set", "training.max_steps=6", "--set", "training.schedule=constant")
+    done = train(workplace, elsewhere, "--resume", *constant, "training.max_steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
-    done = train(workplace, "straight", "--set", "training.max_steps=6", "--set", "training.schedule=constant")
+    done = train(workplace, tmp_path / "straight", *constant, "training.max_steps=6")
     assert done.returncode == ExitCode.DONE, done.stderr
-    moved, straight = (surviving_steps(read_events(workplace / run)) for run in ("elsewhere", "straight"))
+    moved, straight = (surviving_steps(read_events(tmp_path / run)) for run in ("elsewhere", "straight"))
     assert [step.samples_seen for step in moved] == [step.samples_seen for step in straight]
     for one, other in zip(moved, straight, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-5)
@@ -216,7 +206,7 @@ def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -
     before = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
     done = train(
         workplace,
-        "whole",
+        uninterrupted,
         "--resume",
         "--set",
         "seed=4",
@@ -231,33 +221,35 @@ def test_a_changed_recipe_is_not_resumed(workplace: Path, uninterrupted: Path) -
     assert {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()} == before
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(workplace: Path, uninterrupted: Path) -> None:
-    shutil.copytree(uninterrupted, workplace / "early", ignore=shutil.ignore_patterns("checkpoints"))
-    again = ["early", "--resume", "--set", "training.max_steps=1", "--json"]
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    run = tmp_path / "early"
+    shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("checkpoints"))
+    again = [run, "--resume", "--set", "training.max_steps=1", "--json"]
     done = train(workplace, *again)
     assert done.returncode == ExitCode.DONE, done.stderr
     assert "begins again at step 0" in done.stderr
     assert json.loads(done.stdout)["steps"] == 1
-    assert (workplace / "early" / "checkpoints" / "step-00000001").is_dir()
-    with EventWriter(workplace / "early"):  # another process at work there
+    assert (run / "checkpoints" / "step-00000001").is_dir()
+    with EventWriter(run):  # another process at work there
         done = train(workplace, *again)
     assert done.returncode == ExitCode.WRONG_INPUT
     assert "another process is writing this run" in done.stderr
 
 
 def test_a_folder_in_use_is_not_overwritten(workplace: Path, uninterrupted: Path) -> None:
-    done = train(workplace, "whole", "--json")
+    done = train(workplace, uninterrupted, "--json")
     assert done.returncode == ExitCode.WRONG_INPUT
     told = json.loads(done.stdout)["error"]
     assert told["field"] == "run.dir"
     assert "--resume" in told["remedy"]
 
 
-def test_torchrun_starts_the_ranks_as_well(workplace: Path, uninterrupted: Path) -> None:
+def test_torchrun_starts_the_ranks_as_well(workplace: Path, uninterrupted: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwright"]
-    words = ["train", str(workplace / "recipe.yaml"), "--run-dir", str(workplace / "torchrun"), "--layout", "zero_stage=3"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    words = ["train", str(workplace / "recipe.yaml"), "--run-dir", str(tmp_path), "--layout", "zero_stage=3"]
+    told = environment()
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, check=False)
     assert done.returncode == 0, done.stderr
-    assert final_weights(workplace / "torchrun") == final_weights(uninterrupted)
-    events = read_events(workplace / "torchrun")
+    assert final_weights(tmp_path) == final_weights(uninterrupted)
+    events = read_events(tmp_path)
     assert [event.step for event in events if isinstance(event, Step)] == list(range(1, STEPS + 1))

@@ -8,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -23,7 +26,7 @@ from shardwright.cli.main import run as run_command
 from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Checkpoint, Preempted, read_events, surviving_steps
 
-PATIENCE_SECONDS = 100
+PATIENCE_SECONDS = 200
 """For what ends by itself within seconds on a quiet machine; what hangs does so for ever."""
 
 
@@ -130,26 +133,34 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | changes
 
 
+class Command(subprocess.Popen[bytes]):
+    """A command of ours, which says what it says into files: a pipe that nobody reads fills up, and holds up who writes."""
+
+    def __init__(self, command: list[str], variables: dict[str, str], out: IO[bytes], err: IO[bytes]) -> None:
+        self.files = (out, err)
+        super().__init__(command, stdout=out, stderr=err, env=variables, start_new_session=True)
+
+    def said(self) -> tuple[str, str]:
+        """Standard output and error so far."""
+        out, err = (os.pread(file.fileno(), 1 << 24, 0).decode() for file in self.files)
+        return out, err
+
+
 @contextmanager
-def started(arguments: list[str], prefix: list[str] | None = None, **changes: str) -> Iterator[subprocess.Popen[str]]:
+def started(arguments: list[str], prefix: list[str] | None = None, **changes: str) -> Iterator[Command]:
     """The command as a process of its own; whatever of its processes is left at the end is killed, and fails the test."""
+    mark = uuid.uuid4().hex
     command = [*(prefix or []), sys.executable, "-m", "shardwright", *arguments]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(SHARDWRIGHT_TEST_RUN=str(id(command)), **changes),
-        start_new_session=True,
-    )
-    try:
-        yield process
-        left = ours(str(id(command)))
-        assert not left, f"left behind: {left}"
-    finally:
-        for other in ours(str(id(command))):
-            other.kill()
-        process.communicate()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = Command(command, environment(SHARDWRIGHT_TEST_RUN=mark, **changes), out, err)
+        try:
+            yield process
+            _, left = psutil.wait_procs(ours(mark), timeout=30)  # who is leaving takes a moment
+            assert not left, f"left behind: {left}"
+        finally:
+            for other in ours(mark):
+                other.kill()
+            process.wait()
 
 
 def ours(mark: str) -> list[psutil.Process]:
@@ -164,21 +175,23 @@ def ours(mark: str) -> list[psutil.Process]:
     return found
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+def ended(process: Command) -> tuple[str, str]:
     """Standard output and error of a command that ends by itself; of one that hangs, where each of its threads stands."""
     try:
-        return process.communicate(timeout=PATIENCE_SECONDS)
+        process.wait(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         for child in psutil.Process(process.pid).children(recursive=True):
             child.send_signal(signal.SIGABRT)
         process.send_signal(signal.SIGABRT)
-        pytest.fail(f"it hangs:\n{process.communicate()[1]}")
+        process.wait()
+        pytest.fail(f"it hangs:\n{process.said()[1]}")
+    return process.said()
 
 
-def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(happened: Callable[[], bool], process: Command) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not happened():
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, process.said()[1]
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.05)
 
@@ -187,11 +200,14 @@ def num_steps(run: Path) -> int:
     return len(surviving_steps(read_events(run))) if (run / "events.jsonl").exists() else 0
 
 
-def rank_process(process: subprocess.Popen[str], rank: int) -> psutil.Process:
+def rank_processes(process: Command) -> dict[int, psutil.Process]:
+    """The ranks that the command has started so far."""
+    found: dict[int, psutil.Process] = {}
     for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            return child
-    raise AssertionError(f"no rank {rank}")
+        with suppress(psutil.Error, ProcessLookupError):  # it has just ended
+            if rank := child.environ().get("RANK"):
+                found.setdefault(int(rank), child)  # before children of its own
+    return found
 
 
 def test_what_only_a_rank_can_see_is_told_once(workplace: Path) -> None:
@@ -206,14 +222,14 @@ def test_what_only_a_rank_can_see_is_told_once(workplace: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path) -> None:
-    run = workplace / "killed"
-    with started(words(workplace, "killed", "--nproc", "2", "--layout", "zero_stage=3")) as process:
+def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path, tmp_path: Path) -> None:
+    run = tmp_path / "killed"
+    with started(words(workplace, str(run), "--nproc", "2", "--layout", "zero_stage=3")) as process:
         wait_until(lambda: num_steps(run) >= 3, process)
-        rank_process(process, 1).kill()  # a checkpoint is written at every step: some will be under way
+        rank_processes(process)[1].kill()  # a checkpoint is written at every step: some will be under way
         began = time.monotonic()
         _, err = ended(process)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < PATIENCE_SECONDS
     assert process.returncode == ExitCode.RUN_FAILED
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert errors == ["error: rank 1 was killed by SIGKILL; the system may be out of memory. All ranks have stopped; "
@@ -224,19 +240,20 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path) -> None:
     assert verify_checkpoint(newest.path)[1] == []
     steps = num_steps(run)
     assert newest.step in (steps - 1, steps, steps + 1)
-    with started(words(workplace, "killed", "--resume", "--set", f"training.max_steps={newest.step + 1}")) as process:
+    with started(words(workplace, str(run), "--resume", "--set", f"training.max_steps={newest.step + 1}")) as process:
         _, err = ended(process)
     assert process.returncode == ExitCode.DONE, err
     assert surviving_steps(read_events(run))[-1].step == newest.step + 1
 
 
-def test_no_rank_outlives_a_killed_launcher(workplace: Path) -> None:
-    run = workplace / "launcher"
-    with started(words(workplace, "launcher", "--nproc", "2")) as process:
+def test_no_rank_outlives_a_killed_launcher(workplace: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started(words(workplace, str(run), "--nproc", "2")) as process:
         wait_until(lambda: num_steps(run) >= 1, process)
-        ranks = [rank_process(process, rank) for rank in range(2)]
+        ranks = rank_processes(process)
+        assert sorted(ranks) == [0, 1]
         process.kill()
-        _, alive = psutil.wait_procs(ranks, timeout=30)
+        _, alive = psutil.wait_procs(ranks.values(), timeout=PATIENCE_SECONDS)
         assert not alive
     assert read_events(run).of(Preempted)[-1].reason == "the launcher's death"  # and it has saved
     assert newest_checkpoint(run / "checkpoints") is not None
@@ -257,10 +274,10 @@ def full_disk(folder: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.long
-def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(workplace: Path) -> None:
-    disk = workplace / "disk"
+def test_a_full_disk_ends_the_run_and_leaves_what_was_whole(workplace: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
     run = disk / "run"
-    given = words(workplace, "disk/run", "--nproc", "2", "--layout", "zero_stage=3", "--set", "checkpoint.keep_last=100")
+    given = words(workplace, str(run), "--nproc", "2", "--layout", "zero_stage=3", "--set", "checkpoint.keep_last=100")
     with full_disk(disk) as prefix:
         with started(given, prefix) as process:
             _, err = ended(process)
@@ -294,9 +311,9 @@ def test_a_port_in_use_is_told(workplace: Path) -> None:
     assert not (workplace / "port").exists()
 
 
-def test_stopping_signals_while_ranks_start_leave_no_process(workplace: Path) -> None:
-    with started(words(workplace, "early", "--nproc", "2")) as process:
-        wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 2, process)
+def test_stopping_signals_while_ranks_start_leave_no_process(workplace: Path, tmp_path: Path) -> None:
+    with started(words(workplace, str(tmp_path / "run"), "--nproc", "2")) as process:
+        wait_until(lambda: len(rank_processes(process)) == 2, process)
         process.send_signal(signal.SIGTERM)
         _, err = ended(process)
     assert process.returncode == ExitCode.PREEMPTED, err
