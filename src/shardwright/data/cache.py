@@ -60,7 +60,7 @@ def build_once(root: Path, name: str, build: Callable[[Path], None], *, poll_sec
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _Lock(folder.with_name(folder.name + ".lock"), poll_seconds) as lock:
             if lock.wait_for(folder):
-                _fill(folder, build)
+                _fill(folder, build, lock.identity)
     except OSError as error:
         raise DataError(
             f"the cache of tokenised data cannot be written: {error.strerror or error}",
@@ -71,10 +71,8 @@ def build_once(root: Path, name: str, build: Callable[[Path], None], *, poll_sec
     return folder
 
 
-def _fill(folder: Path, build: Callable[[Path], None]) -> None:
-    for left_behind in folder.parent.glob(f"{folder.name}.*.partial"):  # by a process that was killed: we hold the lock
-        shutil.rmtree(left_behind, ignore_errors=True)
-    partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
+def _fill(folder: Path, build: Callable[[Path], None], identity: str) -> None:
+    partial = _partial(folder, identity)
     partial.mkdir()
     try:
         build(partial)
@@ -87,13 +85,18 @@ def _fill(folder: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _partial(folder: Path, identity: str) -> Path:
+    """Where the owner of a lock fills the folder, by the last word of its identity."""
+    return folder.with_name(f"{folder.name}.{identity.rpartition(' ')[2]}.partial")
+
+
 class _Lock:
     """A file that says who works; touched while they do."""
 
     def __init__(self, path: Path, poll_seconds: float) -> None:
         self._path = path
         self._poll_seconds = poll_seconds
-        self._identity = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(4)}"
+        self.identity = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(4)}"
         self._held = False
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True)
@@ -117,6 +120,8 @@ class _Lock:
             if _is_dead_here(owner) or time.monotonic() - since > STALE_SECONDS:
                 log.warning("taking over the data cache from a process that is gone (%s)", owner or "unknown")
                 self._break(owner)
+                if owner:  # what that process has left; of two that take over, neither touches what the other makes
+                    shutil.rmtree(_partial(folder, owner), ignore_errors=True)
                 continue
             if owner and not told:
                 log.info("waiting for another process to prepare the data (%s)", owner)
@@ -132,7 +137,7 @@ class _Lock:
         if self._heart.is_alive():
             self._heart.join()
         if self._held:
-            self._break(self._identity)
+            self._break(self.identity)
 
     def _take(self) -> bool:
         try:
@@ -140,7 +145,7 @@ class _Lock:
         except FileExistsError:
             return False
         with os.fdopen(handle, "w") as stream:
-            stream.write(self._identity)
+            stream.write(self.identity)
         self._held = True
         return True
 

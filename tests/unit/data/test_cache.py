@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -112,6 +113,17 @@ def test_a_lock_of_another_machine_is_taken_over_once_it_no_longer_beats(tmp_pat
     build_once(tmp_path, "key", write_answer, poll_seconds=0.01)
     assert time.monotonic() - started > 0.25
     assert left_over(tmp_path) == ["answer", "key"]
+
+
+def test_who_takes_over_leaves_alone_what_another_makes(tmp_path: Path) -> None:
+    """Two may take over from one that was killed: the one that comes second removes what that one left, and no more."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / "key.lock").write_text(f"{socket.gethostname()} {gone.pid} dead")
+    for name in ("dead", "alive"):
+        (tmp_path / f"key.{name}.partial").mkdir()
+    build_once(tmp_path, "key", write_answer)
+    assert left_over(tmp_path) == ["answer", "key", "key.alive.partial"]
 
 
 class Clock:
