@@ -291,7 +291,7 @@ class RunFinished(Event):
     total_seconds: float
     """Of this process, set-up included."""
     total_tokens: int
-    """Seen since step 0."""
+    """Computed since step 0, those that fill rows up included; of steps before this process at most so many, had rows been full."""
     final_loss: float | None = None
     """Last validation loss, or last training loss where there is no validation."""
 

@@ -57,7 +57,7 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             host = "" if event.host in devices else f" on {event.host}"
             return (
                 f"{event.name}: {format_count(event.num_parameters)} parameters, layout {event.layout}, "
-                f"{devices}{host}, {event.total_steps:,} steps of "
+                f"{devices}{host}, {event.total_steps:,} steps of {_at_most(event)}"
                 f"{format_count(event.global_batch_tokens)} tokens"
             )
         case Step():
@@ -97,6 +97,11 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             loss = f", loss {format_loss(event.final_loss)}" if event.final_loss is not None else ""
             return f"{event.status} after {format_seconds(event.total_seconds)}, {format_count(event.total_tokens)} tokens{loss}"
     raise AssertionError(f"{event.kind} has no line")
+
+
+def _at_most(event: RunStarted) -> str:
+    """Where rows end with the longest of their micro-batch a step has fewer tokens than its rows have places."""
+    return "at most " if event.plan.get("batch", {}).get("row_multiple") else ""
 
 
 def _describe_step(event: Step, progress: Progress | None) -> str:

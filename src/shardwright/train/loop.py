@@ -81,6 +81,7 @@ class Loop:
         self.matmul_flops_per_second = measure_matmul_flops_per_second(self.device, dtypes(plan.precision).compute)
         profile = RunFolder.of(self.checked.recipe).path / "profile"
         profiled = ProfiledSteps(profile, self.checked.recipe.run.profile_steps, self.device, self.ranks.rank)
+        self.num_tokens = 0
         self.meter = RankMeter(self.state, self.device, self.meeting, plan.batch.gradient_accumulation_steps, profiled)
         predicted = forecast(self.checked)
         self.comparison = None if predicted is None else Comparison(predicted)
@@ -101,6 +102,7 @@ class Loop:
         """
         recipe, state, total_steps = self.checked.recipe, self.state, self.checked.total_steps
         validates = self.checked.data.validation is not None
+        self.num_tokens = state.step * self.checked.plan.batch.global_batch_tokens  # of steps before, at most
         last_loss: float | None = None
         if state.evaluation_due and validates and (found := self._evaluate(last=False)):
             last_loss = found[0]
@@ -110,6 +112,7 @@ class Loop:
             self.vigil.begin("step", state.step)
             done = self._step()
             state.step += 1
+            self.num_tokens += done.tokens
             minutes = self.meeting.hold(
                 stop=bool(self.stop), step_seconds=done.times.step_seconds, own_seconds=done.times.own_seconds
             )

@@ -181,11 +181,8 @@ def _train(
             speaker.write("warning", message=f"nothing is left to train: step {state.step} of {checked.total_steps} is done")
 
     def tell_end(status: str, final_loss: float | None = None) -> None:
-        tokens = state.step * checked.plan.batch.global_batch_tokens
-        seconds = time.perf_counter() - began
-        speaker.write(
-            "run_finished", step=state.step, status=status, total_seconds=seconds, total_tokens=tokens, final_loss=final_loss
-        )
+        totals = {"total_seconds": time.perf_counter() - began, "total_tokens": loop.num_tokens}
+        speaker.write("run_finished", step=state.step, status=status, **totals, final_loss=final_loss)
 
     try:
         final_loss = loop.run()
@@ -268,6 +265,13 @@ def _cautions(checked: Checked) -> Iterator[str]:
     if counts.num_unknown:
         of = f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({counts.num_unknown / counts.num_tokens:.1%})"
         yield f"the tokenizer has no id for some of the text: {of} are its unknown token"
+    adapters = checked.shape.adapters
+    if adapters is not None:
+        beside = [spec.beside for spec in checked.shape.parameters() if spec.part is not None and spec.beside is not None]
+        narrow = [spec for spec in beside if min(spec.shape[-2:]) < adapters.rank]
+        if narrow:
+            sizes = " x ".join(map(str, narrow[0].shape))
+            yield f"adapters.rank {adapters.rank} is more than {narrow[0].name} ({sizes}) can have: the rest is memory for nothing"
     scale = batch_scale(checked.recipe.training, checked.plan.batch.global_batch_size)
     if scale != 1.0:
         peak = checked.recipe.training.learning_rate * scale

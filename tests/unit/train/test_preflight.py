@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
-from shardwright.telemetry.events import Step, read_events
+from shardwright.telemetry.events import RunFinished, Step, Warned, read_events
 from shardwright.train.preflight import check, match_frozen
 from shardwright.train.start import train
 from tests.unit.train.finished import ALPHABET, CONFIG
@@ -87,4 +87,14 @@ def test_a_run_learns_the_same_from_fewer_tokens(tmp_path: Path) -> None:
     assert {step.tokens for step in full} == {ROWS * LENGTH}
     assert all(step.tokens < 0.8 * ROWS * LENGTH for step in short)
     assert [step.loss for step in short] == pytest.approx([step.loss for step in full], rel=2e-6)
+    (ended,) = read_events(tmp_path / "longest").of(RunFinished)
+    assert ended.total_tokens == sum(step.tokens for step in short)
     assert [step.gradient_norm for step in short] == pytest.approx([step.gradient_norm for step in full], rel=1e-5)
+
+
+def test_a_rank_beyond_the_matrix_is_told(tmp_path: Path) -> None:
+    for rank, told in ((4, 0), (9, 1)):
+        train(recipe_of_rows(tmp_path, run=str(rank), adapters={"rank": rank, "targets": ["k_proj"]}, training={"max_steps": 1}))
+        warned = [event.message for event in read_events(tmp_path / str(rank)).of(Warned)]
+        assert len(warned) == told
+        assert all("adapters.rank 9 is more than model.layers.0.self_attn.k_proj.weight (8 x 16)" in text for text in warned)
