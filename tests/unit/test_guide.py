@@ -9,14 +9,17 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from shardwright.cli.main import run
+from shardwright.cli.main import build_app, run
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "guide.md", *sorted((DOCS / "cuts").glob("*.md"))]
+ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 _BLOCK = re.compile(r"^```console(?P<long> long)?\n(?P<lines>.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -77,11 +80,41 @@ def test_pages_read_off_the_code_are_up_to_date() -> None:
     assert not stale, "run `python docs/generate.py`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def text_of(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a link may name behind `#`: headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ +(.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    assert links
-    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if "://" not in link:
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target), link
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """Take a command line apart as the program would, without running it; a word that it does not know is its own error."""
+    context = command.make_context("shardwright", list(words))
+    if hasattr(command, "resolve_command"):
+        _, called, rest = command.resolve_command(context, list(words))
+        parse(called, rest)
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_that_a_page_shows_is_understood(page: Path) -> None:
+    """Those outside the guide, too, which need data or a cluster to run: their verbs and options exist."""
+    for line in re.findall(r"^ *(?:\$ |srun .*?)?shardwright ((?!is )[a-z]+ .*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        words = shlex.split(re.split(r" +# ", line)[0])
+        parse(typer.main.get_command(build_app(words[0])), words)
 
 
 def test_every_cut_has_a_page_with_a_picture() -> None:

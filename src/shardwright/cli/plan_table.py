@@ -47,9 +47,11 @@ def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: 
         for sentence in found.sentences:
             console.print(f"- {sentence}", highlight=False)
     effort = found.effort
+    first = min(effort.num_proven, top)
+    proven = f"the first {first} of the table are proven best; " if first else ""
     console.print(
         f"\n{effort.num_predicted:,} layouts predicted in full, {effort.num_too_large:,} left out for memory by their bounds; "
-        f"the first {min(effort.num_proven, top)} of the table are proven best; {format_seconds(seconds)}",
+        f"{proven}{format_seconds(seconds)}",
         style="dim",
         highlight=False,
     )

@@ -76,11 +76,12 @@ def rehearse_and_show(
 
 
 def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     layout = result.plan.layout
     console.print(f"{layout} on {layout.world_size} ranks", highlight=False)
-    table = Table("rank", "stage", "stands for", "weights", "gradients", "optimizer", "peak", "collectives")
+    heads = ("rank", "stage", "stands for", "weights", "gradients", "optimizer", "peak", "collectives")
+    table = Table(*(Column(head, justify="right", no_wrap=True) for head in heads), box=None, pad_edge=False)
     for role, report in zip(result.roles, result.reports, strict=True):
         sizes = (report.weights_bytes, report.gradients_bytes, report.optimizer_bytes, report.peak_bytes)
         table.add_row(
@@ -105,8 +106,9 @@ def _show_peak(report: RankReport, console: Console) -> None:
     from rich.table import Table
 
     table = Table(
-        "bytes", "tensors", "made in", "by", "at", title=f"what lives at the peak of rank {report.rank}", title_justify="left"
+        "bytes", "tensors", "made in", "by", "at", title=f"\nwhat lives at the peak of rank {report.rank}", box=None, pad_edge=False
     )
+    table.title_justify, table.title_style = "left", "bold"
     table.columns[3].overflow = table.columns[4].overflow = "fold"
     for part in report.contributions[:_LINES_AT_PEAK]:
         origin = part.origin
@@ -123,7 +125,9 @@ def _show_traffic(result: Rehearsal, report: RankReport, console: Console) -> No
     traffic = result.traffic(report)
     if not traffic:
         return
-    table = Table("over", "collective", "calls", "sent", title=f"traffic of rank {report.rank} in one step", title_justify="left")
+    heads = ("over", "collective", "calls", "sent")
+    table = Table(*heads, title=f"\ntraffic of rank {report.rank} in one step", box=None, pad_edge=False)
+    table.title_justify, table.title_style = "left", "bold"
     for (axis, kind), (calls, sent) in sorted(traffic.items(), key=lambda item: -item[1][1]):
         table.add_row(axis, kind, str(calls), format_bytes(sent))
     console.print(table)

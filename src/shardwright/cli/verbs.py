@@ -130,12 +130,12 @@ def _predict() -> Callable[..., Any]:
 
 VERBS = {
     "data": Verb("Show what the model will see, before any rank starts.", _data),
-    "plan": Verb("Rank the layouts of a recipe on a cluster, before anybody pays.", _plan),
+    "plan": Verb("Rank a recipe's layouts on a cluster before anybody pays.", _plan),
     "doctor": Verb("Examine devices, links and hosts before a long run.", _doctor),
     "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
     "rehearse": Verb("Run a layout's real step on devices that do not exist.", _rehearse),
     "train": Verb("Train a recipe, on one process or many.", _train),
-    "launch": Verb("Start a recipe on Slurm, Kubernetes or torchrun, without writing a script.", _launch),
+    "launch": Verb("Start a recipe on Slurm, Kubernetes or torchrun.", _launch),
     "evaluate": Verb("Let a trained model answer questions with known answers.", _evaluate),
     "generate": Verb("Continue a prompt with a trained model.", _generate),
     "export": Verb("Write a run as a Hugging Face folder.", _export),
@@ -143,7 +143,7 @@ VERBS = {
     "watch": Verb("Serve a run's page live on this machine.", _watch),
     "compare": Verb("Hold a run's loss against a reference's.", _compare),
     "checkpoint": Verb("List, verify and inspect checkpoints.", _checkpoint),
-    "convert": Verb("Read a DeepSpeed, Accelerate or Axolotl configuration as a recipe.", _convert),
+    "convert": Verb("Read DeepSpeed's, Accelerate's or Axolotl's file as a recipe.", _convert),
     "schedule": Verb("Prove and draw a pipeline schedule.", _schedule),
     "predict": Verb("Hold the planner to measurements that others published.", _predict),
     "schema": Verb("Print the JSON schema of recipes, for editors.", _schema),

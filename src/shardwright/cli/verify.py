@@ -183,7 +183,7 @@ def _show(report: Report, console: Console) -> None:
         f"rows of {report.sequence_length} tokens",
         highlight=False,
     )
-    table = Table("layout", "dtype", "closest to its limit", "error", "cases")
+    table = Table("layout", "dtype", "closest to its limit", "error", "cases", box=None, pad_edge=False)
     table.columns[2].overflow = "fold"
     for layout, dtype in dict.fromkeys((cell.layout, cell.dtype) for cell in report.cells):
         cells = [cell for cell in report.cells if (cell.layout, cell.dtype) == (layout, dtype)]
