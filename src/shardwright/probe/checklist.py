@@ -303,6 +303,7 @@ def _check_interval(case: Case) -> Iterator[Finding]:
     often = f"every {every:,} steps" if every is not None else "at the end only"
     told = f"{often}: {format_seconds(interval)} of work at risk ({source}: {format_seconds(step)} a step); on {case.world_size} "
     told += f"devices one failure in {format_seconds(between)} is usual, so {lost:.2%} of the time is lost"
+    told += f", {format_seconds(lost * total)} of the run" if total else ""
     enough = lost <= max(_MOST_LOST, 1.5 * unavoidable) or lost * total < _NEGLIGIBLE_SECONDS
     numbers = {"lost_share": lost, "best_every_steps": best_steps, "seconds_between_failures": between, "step_seconds": step}
     remedy = "" if enough else f"--set checkpoint.every_steps={best_steps} loses {unavoidable:.2%}"
