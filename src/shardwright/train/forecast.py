@@ -72,6 +72,8 @@ class Comparison:
     """Collects the first steps, then says in the log how they compare with the prediction."""
 
     prediction: Prediction
+    short_rows: bool = False
+    """Whether rows end before sequence_length, which is what is predicted."""
     seconds: list[float] = field(default_factory=list)
 
     def add(self, step_seconds: float, memory_bytes: tuple[int, ...]) -> None:
@@ -91,4 +93,4 @@ class Comparison:
         )
         if memory_bytes > 0:
             told += f"; memory {format_bytes(memory)}, measured {format_bytes(memory_bytes)} ({memory_bytes / memory - 1:+.0%})"
-        return told
+        return told + ("; rows were shorter than the full ones that are predicted" if self.short_rows else "")

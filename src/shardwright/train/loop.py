@@ -83,8 +83,8 @@ class Loop:
         profiled = ProfiledSteps(profile, self.checked.recipe.run.profile_steps, self.device, self.ranks.rank)
         self.num_tokens = 0
         self.meter = RankMeter(self.state, self.device, self.meeting, plan.batch.gradient_accumulation_steps, profiled)
-        predicted = forecast(self.checked)
-        self.comparison = None if predicted is None else Comparison(predicted)
+        predicted, short_rows = forecast(self.checked), plan.batch.row_multiple is not None and data.train.is_uneven
+        self.comparison = None if predicted is None else Comparison(predicted, short_rows)
         self.slow = watch_for_slow_ranks(self.checked.recipe.watchdog, RankGrid(plan.layout), self.ranks.world_size)
         self.spikes = SpikeWatch(self.checked.recipe.elastic.rollback)
         self.watch = LoadWatch(self.checked.shape.experts.experts_per_token if self.checked.shape.experts else 1)
