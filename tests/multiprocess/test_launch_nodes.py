@@ -88,7 +88,8 @@ def test_a_node_is_lost_and_the_run_goes_on(
             return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
 
     def saved() -> int:
-        return max((event.step for event in read_events(folder).of(Checkpoint)), default=0) if folder.exists() else 0
+        events = read_events(folder, as_far_as_it_goes=True) if folder.exists() else None
+        return max((event.step for event in events.of(Checkpoint)), default=0) if events else 0
 
     running = [start(0), start(1)]
     try:
@@ -107,7 +108,10 @@ def test_a_node_is_lost_and_the_run_goes_on(
             process.wait()
     events = read_events(folder)
     assert [step.step for step in surviving_steps(events)] == list(range(1, STEPS + 1))
-    assert [event.step for event in events.of(Resumed)] == [before], "it went on where it was saved, once"
+    (resumed,) = events.of(Resumed)
+    assert resumed.step is not None
+    # The save that was being made when the node went may have come about after it was looked for.
+    assert resumed.step in (before, before + 10), "it went on where it was saved, once"
 
 
 def _lose(node: str) -> None:
