@@ -30,7 +30,15 @@ def _same_numbers_in_any_order() -> None:
 
 
 SEVERAL_PROCESSES = ("tests/multiprocess/", "tests/faults/")
-"""Tests that start ranks: one after another, on one set of workers. The others run beside them."""
+"""Tests with ranks."""
+WITH_COMMANDS = (
+    "tests/faults/",
+    "tests/multiprocess/test_train_command.py",
+    "tests/multiprocess/test_train_experts.py",
+    "tests/multiprocess/test_verify.py::test_the_verb",
+    "tests/multiprocess/test_wrong_input.py",
+)
+"""Those among them that start processes of their own, and mostly import; the others share a pool of ranks, and mostly compute."""
 OTHER_PROCESSES = frozenset({"subprocess", "threading", "socket"})
 """Of what a test's module imports: its outcome hangs on when the machine lets others run."""
 
@@ -47,7 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One of pytest-xdist's workers runs all tests that start ranks; the others go wherever there is room.
+    """One of pytest-xdist's workers runs all tests that share ranks, another one those that start them, which is sooner done.
+
+    The others go wherever there is room.
 
     What `--dist loadgroup` would do, whose marks get lost: xdist 3.8 writes them into an attribute that pytest 9.2 no longer reads.
     """
@@ -55,6 +65,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class RanksTogether(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(WITH_COMMANDS):
+                return "commands"
             return "ranks" if nodeid.startswith(SEVERAL_PROCESSES) else nodeid
 
     return RanksTogether(config, log)

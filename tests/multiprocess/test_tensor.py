@@ -29,6 +29,8 @@ from tests.reference.cases import CASES
 TOKENS = 12
 HEADS = LLAMA | {"intermediate_size": 28}
 """Four heads over two key-value heads, so that four ranks share these; a vocabulary that no number of ranks divides."""
+LONG = pytest.mark.long
+"""Pairs of cuts, which meet in `test_grid` every day."""
 WHOLE_STREAM = Layout(tp=2, sequence_parallel=False)
 
 FAMILIES = (
@@ -75,12 +77,12 @@ def test_every_family(ranks: RankPool, name: str) -> None:
         (HEADS, Layout(tp=4), Case(2, "full", dropout=True)),
         (HEADS, Layout(tp=4, sequence_parallel=False), Case(1, "selective", dropout=True, tied=True)),
         (GPT2, Layout(tp=4), Case(2, dropout=True, tied=True)),
-        (HEADS, Layout(tp=2, dp_replicate=2), Case(3, "full", dropout=True)),
-        (HEADS, Layout(tp=2, dp_shard=2, zero_stage=1, sequence_parallel=False), Case(2, tied=True)),
-        (GPT2, Layout(tp=2, dp_shard=2, zero_stage=2), Case(3, dropout=True, tied=True)),
+        pytest.param(HEADS, Layout(tp=2, dp_replicate=2), Case(3, "full", dropout=True), marks=LONG),
+        pytest.param(HEADS, Layout(tp=2, dp_shard=2, zero_stage=1, sequence_parallel=False), Case(2, tied=True), marks=LONG),
+        pytest.param(GPT2, Layout(tp=2, dp_shard=2, zero_stage=2), Case(3, dropout=True, tied=True), marks=LONG),
         (HEADS, Layout(tp=2, dp_shard=2, zero_stage=3), Case(2, "selective", dropout=True)),
-        (HEADS, Layout(tp=2, cp=2), Case(2, dropout=True)),
-        (HEADS, Layout(tp=2, pp=2), Case(2, dropout=True, tied=True)),
+        pytest.param(HEADS, Layout(tp=2, cp=2), Case(2, dropout=True), marks=LONG),
+        pytest.param(HEADS, Layout(tp=2, pp=2), Case(2, dropout=True, tied=True), marks=LONG),
     ],
     ids=str,
 )

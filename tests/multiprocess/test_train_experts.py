@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Step, read_events, surviving_steps
 from tests.multiprocess.test_experts import DEEPSEEK, MIXTRAL
@@ -68,9 +69,9 @@ def test_experts_over_ranks_give_the_curve_of_one_process(tmp_path: Path) -> Non
         ({}, ["--nproc", "3", "--layout", "ep=3", "--set", "training.global_batch_size=9"], "4 experts do not lie evenly over 3"),
     ],
 )
-def test_wrong_input(tmp_path: Path, moe: dict[str, Any], words: list[str], told: str) -> None:
+def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], moe: dict[str, Any], words: list[str], told: str) -> None:
     write_recipe(tmp_path, MIXTRAL, moe)
-    done = train(tmp_path, "run", *words)
-    assert done.returncode == ExitCode.WRONG_INPUT
-    assert told in done.stderr
+    command = ["train", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path / "run"), *words]
+    assert shardwright(command) == ExitCode.WRONG_INPUT
+    assert told in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

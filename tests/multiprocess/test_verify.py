@@ -33,13 +33,16 @@ def _verify(ranks: RankPool, config: dict[str, Any], layouts: list[Layout], case
     return verify(recipe, shape_of(recipe), layouts, cases, dtypes, sequence_length=12, pool=ranks)
 
 
+LONG = pytest.mark.long
+"""What `test_grid` proves every day as well."""
+
 # One cell of each stage and of each number of ranks, all values of every option met at least once.
 SLICE = [
     (Layout(dp_replicate=3), Case(3, "selective", tied=True, dropout=True)),
     (Layout(dp_shard=3, zero_stage=1), Case(2, "full", tied=False, dropout=True)),
     (Layout(dp_shard=3, zero_stage=2), Case(1, "selective", tied=True, documents=False)),
-    (Layout(dp_shard=4, zero_stage=3), Case(3, "full", tied=True, dropout=True)),
-    (Layout(dp_replicate=2, dp_shard=2, zero_stage=1), Case(3, "none", tied=True)),
+    pytest.param(Layout(dp_shard=4, zero_stage=3), Case(3, "full", tied=True, dropout=True), marks=LONG),
+    pytest.param(Layout(dp_replicate=2, dp_shard=2, zero_stage=1), Case(3, "none", tied=True), marks=LONG),
     (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), Case(2, "selective", tied=False, dropout=True)),
     (Layout(dp_shard=2, zero_stage=3, wrap_blocks=2, prefetch_depth=2, max_gathers_in_flight=3), Case(2, "none", tied=False)),
 ]
@@ -115,7 +118,7 @@ def test_the_verb_fails_with_exit_code_1(
     # Ranks compute the errors; the verdict over them is the parent's, and is bent here.
     monkeypatch.setattr("shardwright.verify.cell.Finding.passed", property(lambda _self: False))
     words = ["verify", _write_recipe(tmp_path), "--layout", "zero_stage=0", "--nproc", "2", "--dtype", "float64"]
-    assert run(words) == 1
+    assert run([*words, "--num-layers", "1"]) == 1
     shown = capsys.readouterr()
     assert "3 of 3 fail" in shown.out
     assert "differ from one process" in shown.err
