@@ -195,7 +195,7 @@ def _lay_out(drawn: list[Series], frame: Frame, title: str) -> _Canvas:
             low, high = 0.0, max(high, 1.04 * max(values), 1e-12)
     names = [s.name for s in drawn if s.labelled]
     direct = frame.labels == "direct" and bool(names)
-    right = frame.width - (min(160.0, 14 + _CHARACTER_PIXELS * max(map(len, names))) if direct else 12)
+    right = frame.width - (min(0.28 * frame.width, 14 + _CHARACTER_PIXELS * max(map(len, names))) if direct else 12)
     legend_top = 36.0 if title else 0.0
     rows = [] if direct else _legend_rows(names, frame.width - 8)
     top = legend_top + 18 * len(rows) + 28
@@ -294,9 +294,10 @@ def _draw_names(canvas: _Canvas, drawn: list[Series]) -> None:
             y, before = (y + before) / 2, y
         wanted.append((y, item))
     wanted.sort(key=lambda pair: pair[0])
+    letters = int((canvas.frame.width - canvas.right - 8) / _CHARACTER_PIXELS)
     for y, item in zip(_push_apart([y for y, _ in wanted], 15, canvas.top, canvas.bottom), (i for _, i in wanted), strict=True):
         canvas.parts.append(
-            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(shorten(item.name, 21))}</text>'
+            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(shorten(item.name, letters))}</text>'
         )
 
 
