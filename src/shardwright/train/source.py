@@ -92,11 +92,13 @@ def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
     if RunFolder(path).recipe.is_file():
         return _open_run(RunFolder.existing(path), checkpoint)
     if not (path / "config.json").is_file():
+        adapters = (path / "adapter_config.json").is_file()
         raise InputError(
-            "no model here",
+            "adapters alone are no model" if adapters else "no model here",
             field="SOURCE",
             got=str(path),
             allowed="a run folder (recipe.yaml), or a Hugging Face folder (config.json)",
+            remedy="Name the run that trained them, or the folder that `export --merge` made of it" if adapters else None,
         )
     if checkpoint != LATEST:
         raise InputError("a Hugging Face folder has no checkpoints", field="--checkpoint", got=checkpoint, remedy="Leave it out")

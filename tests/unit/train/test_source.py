@@ -95,6 +95,12 @@ def test_neither(tmp_path: Path) -> None:
             open_source(path)
 
 
+def test_adapters_alone_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"adapters alone are no model.*Name the run"):
+        open_source(tmp_path)
+
+
 def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=(1,))
     shutil.rmtree(folder.tokenizer)
