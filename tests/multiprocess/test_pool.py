@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import LayoutError, RankFailed
+from shardwright.verify import pool as pool_module
 from tests.multiprocess.pool import RankPool
 
 
@@ -61,6 +62,20 @@ def test_an_error_names_its_rank_and_is_the_cause() -> None:
         assert isinstance(caught.value.__cause__, LayoutError)
         assert "in fail_on" in str(caught.value)
         assert pool.run(2, sum_of_ranks, 0)[0][1] == 1  # a fresh group
+
+
+def fail_late_on(rank: int, after_seconds: float) -> None:
+    """The cause is slower than what came of it on the other ranks."""
+    if dist.get_rank() == rank:
+        time.sleep(after_seconds)
+        raise LayoutError("too many cuts", field="layout.tp", got=3)
+    raise RuntimeError("Connection closed by peer")
+
+
+def test_a_cause_that_is_slower_than_what_came_of_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_GRACE_SECONDS", 0.05)
+    with RankPool() as pool, pytest.raises(RankFailed, match=r"rank 1 of 2: layout\.tp"):
+        pool.run(2, fail_late_on, 1, 0.5)
 
 
 def test_a_killed_rank_is_named() -> None:
