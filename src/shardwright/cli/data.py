@@ -172,7 +172,7 @@ def _joined(spans: list[Span]) -> Iterator[Span]:
 def render(recipe: Recipe, prepared: Prepared, length: RunLength, shown: list[ShownSample]) -> RenderableType:
     """The whole of it for a terminal."""
     parts: list[RenderableType] = [_sources(recipe, prepared), _formats(prepared), Text(), _sides(recipe, prepared)]
-    parts += [_run(recipe, length), Text()]
+    parts += [_run(recipe, length, prepared.report.packing), Text()]
     if prepared.report.train.counts.num_documents > 1:
         parts.append(_histogram(prepared.report.train, recipe.training.sequence_length))
     if prepared.report.records.num_broken:
@@ -210,11 +210,12 @@ def _sources(recipe: Recipe, prepared: Prepared) -> Text:
 
 def _packing(recipe: Recipe, packing: str) -> str:
     length = recipe.training.sequence_length
+    size = f"at most {length:,} tokens" if recipe.data.padding == "longest" else f"{length:,} tokens"
     return {
         "windows": f"windows of {length:,} tokens, cut anew in every epoch",
         "documents": f"documents packed into rows of {length:,} tokens, none seeing another",
-        "none": f"a row of {length:,} tokens for each document, not packed",
-        "pairs": f"a row of {length:,} tokens for each pair: the chosen response, then the rejected one",
+        "none": f"a row of {size} for each document, not packed",
+        "pairs": f"a row of {size} for each pair: the chosen response, then the rejected one",
     }[packing]
 
 
@@ -269,7 +270,10 @@ def _sides(recipe: Recipe, prepared: Prepared) -> Table:
     row("samples", *(f"{side.num_samples:,}" for side in found))
     row("supervised", *(f"{side.num_supervised / (side.num_samples * length):.2%}" for side in found))
     if prepared.report.packing != "windows":
-        row("padding", *(f"{side.padding_fraction:.2%}" for side in found))
+        row(
+            "padding of full rows" if recipe.data.padding == "longest" else "padding",
+            *(f"{side.padding_fraction:.2%}" for side in found),
+        )
     for label, counts in (
         ("longer than a sample: cut", [side.num_cut for side in found]),
         ("longer than a sample: left out", [side.num_dropped for side in found]),
@@ -284,14 +288,15 @@ def _sides(recipe: Recipe, prepared: Prepared) -> Table:
     return table
 
 
-def _run(recipe: Recipe, length: RunLength) -> Text:
+def _run(recipe: Recipe, length: RunLength, packing: str) -> Text:
+    at_most = "at most " if packing != "windows" and recipe.data.padding == "longest" else ""
     tokens = length.global_batch_size * recipe.training.sequence_length
     ranks = "" if recipe.training.global_batch_size else f" on {_plural(length.data_ranks, 'data rank')}"
     text = Text.assemble(
         "\nthe run reads ",
         (f"{length.num_epochs:.3g} epochs", "bold"),
         f": {_plural(length.num_steps, 'step')} of {length.global_batch_size:,} x {recipe.training.sequence_length:,}"
-        f" = {tokens:,} tokens{ranks}",
+        f" = {at_most}{tokens:,} tokens{ranks}",
     )
     if not length.num_steps:
         text.append("; not one global batch is filled", style="red")

@@ -96,7 +96,7 @@ def test_the_terminal_shows_counts_broken_records_and_samples(tmp_path: Path) ->
         "1 file · 81 records · 1 broken (1.23%)",
         "tokenizer bpe, 280 ids",
         "a.jsonl:81 not JSON",
-        "30 steps of 2 x 32 = 64 tokens on 1 data rank",
+        "30 steps of 2 x 32 = at most 64 tokens on 1 data rank",
         "train position 0",
         "of 32 supervised",
         "characters per token",
