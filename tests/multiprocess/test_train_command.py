@@ -31,7 +31,7 @@ from tests.faults.worker import MARKS, PLAN
 
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 STEPS = 20
-PATIENCE_SECONDS = 280
+PATIENCE_SECONDS = 550
 """For what ends within seconds on a quiet machine."""
 
 

@@ -35,7 +35,7 @@ def write_recipe(folder: Path, config: dict[str, Any], moe: dict[str, Any]) -> N
 def train(folder: Path, run: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardwright", "train", str(folder / "recipe.yaml"), "--run-dir", str(folder / run), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment, check=False)
 
 
 def steps_of(folder: Path, run: str) -> list[Step]:

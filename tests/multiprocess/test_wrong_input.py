@@ -26,7 +26,7 @@ from shardwright.cli.main import run as run_command
 from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Checkpoint, Preempted, read_events, surviving_steps
 
-PATIENCE_SECONDS = 200
+PATIENCE_SECONDS = 400
 """For what ends by itself within seconds on a quiet machine; what hangs does so for ever."""
 
 

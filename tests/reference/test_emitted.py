@@ -32,7 +32,7 @@ def written(system: str, path: Path, layout: dict[str, Any], schedule: str = "co
 
 def told_by(*words: str, **variables: str) -> dict[str, Any]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | variables
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280, env=environment, check=False)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=550, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if "TOLD" in line)
     told: dict[str, Any] = json.loads(line[line.index("{") :])
