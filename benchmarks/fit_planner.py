@@ -18,6 +18,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil, log
 from pathlib import Path
 
 import yaml
@@ -98,8 +99,8 @@ def errors_of(row: Row, efficiencies: Efficiencies) -> Errors:
     )
 
 
-def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Rows that the fit looks at, and rows that it never does: of each source at most half, by a hash of the id.
+def split(rows: Iterable[Row], most: int = MOST_ROWS, share: float = 0.5) -> tuple[list[Row], list[Row]]:
+    """Rows that the fit looks at, and rows that it never does: of each source at most a share, by a hash of the id.
 
     Where no row of an accelerator, a trainer or a kernel would be looked at, the first of them is, too: else its numbers would stay
     guesses.
@@ -109,9 +110,9 @@ def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
         chosen[row.case.source].append(row)
     fitted, held_out = [], []
     for found in chosen.values():
-        most = min(MOST_ROWS, (len(found) + 1) // 2)
-        fitted += found[:most]
-        held_out += found[most:]
+        looked_at = min(most, ceil(share * len(found)))
+        fitted += found[:looked_at]
+        held_out += found[looked_at:]
     known = {name for row in fitted for name in names_read(row.case)}
     for row in list(held_out):
         if not known.issuperset(names_read(row.case)):
@@ -119,6 +120,11 @@ def split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
             held_out.remove(row)
             fitted.append(row)
     return fitted, held_out
+
+
+PULL = 0.02
+"""What it costs to move a number by a factor of e from where every fit begins: few rows shall not drive one to the end of its
+range, where rows that nobody has seen are worse off for it."""
 
 
 class Search:
@@ -164,8 +170,9 @@ class Search:
     def _move(
         self, best: Efficiencies, parameter: Parameter, readers: list[int], factor: float, current: dict[int, float]
     ) -> tuple[Efficiencies | None, dict[int, float]]:
-        before = sum(current[index] for index in readers)
         value = parameter.get(best, self._value(parameter, readers, best))
+        origin = parameter.get(START, self._value(parameter, readers, START))
+        before = sum(current[index] for index in readers) + PULL * log(value / origin) ** 2
         kept: tuple[Efficiencies | None, dict[int, float]] = (None, {})
         for direction in (factor, 1 / factor):
             tried = value
@@ -173,7 +180,7 @@ class Search:
                 tried *= direction
                 changed = parameter.put(best, tried)
                 found = self.losses(readers, changed)
-                after = sum(found.values())
+                after = sum(found.values()) + PULL * log(tried / origin) ** 2
                 if after >= before - 1e-6:
                     break
                 before, kept = after, (changed, found)
@@ -289,6 +296,13 @@ def main() -> None:
     parser.add_argument("--source", action="append", help="only rows of these sources; to validate: hold out only these")
     parser.add_argument("--out", type=Path, default=PACKAGED, help="what `fit` writes, after each pass")
     parser.add_argument("--everything", action="store_true", help="validate: fit every number anew for each source")
+    parser.add_argument(
+        "--all-rows", action="store_true", help="fit: look at all rows (nanotron's: 300), for the package's numbers"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], help="fit only entries with this name (a trainer, a generation, ...)"
+    )
+    parser.add_argument("--forget", action="append", default=[], help="begin with this entry's numbers as every fit begins")
     parser.add_argument("--from-defaults", action="store_true", help="begin at the defaults, not at the package's numbers")
     parser.add_argument("what", choices=("score", "fit", "validate"))
     options = parser.parse_args()
@@ -300,9 +314,12 @@ def main() -> None:
         return
     rows = [row for row in every if not options.source or row.case.source in options.source]
     efficiencies = START if options.from_defaults else load_efficiencies()
-    fitted, held_out = split(rows)
+    fitted, held_out = split(rows, most=300, share=1.0) if options.all_rows else split(rows)
     if options.what == "fit":
-        efficiencies = Search(fitted).run(efficiencies, PARAMETERS, options.passes, keep=options.out)
+        names = {(parameter.section, parameter.name) for parameter in PARAMETERS}
+        efficiencies = forget(efficiencies, (name for name in names if name[1] in options.forget))
+        parameters = [parameter for parameter in PARAMETERS if not options.only or parameter.name in options.only]
+        efficiencies = Search(fitted).run(efficiencies, parameters, options.passes, keep=options.out)
     show("Rows that were fitted", by_source(fitted, efficiencies))
     show("Rows that were held out", by_source(held_out, efficiencies))
 

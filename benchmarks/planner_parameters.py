@@ -65,21 +65,25 @@ OTHERS = (
     Parameter("features", "power_limited", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
     # Hosts differ with the machine: Grace starts operations more slowly than x86. One trainer's: how much is started is its doing.
     *(
-        Parameter("features", f"megatron-core on {name}", "host_seconds", 2e-6, 6e-5)
+        Parameter("features", f"megatron-core on {name}", "host_seconds", 2e-6, 2e-4)
         for name in ("Hopper", "B200-180GB-SXM", "B300-270GB-SXM", "GB200-186GB", "GB300-279GB")
     ),
     # Sparse layers, by release of NeMo: grouped products, permutation and graphs came one after another.
     Parameter("frameworks", "megatron-core", "sparse_operations", 1.0, 6.0),
-    *(Parameter("features", f"nemo-{release}", "sparse_operations", 1.0, 25.0) for release in ("25.09", "25.11", "26.02")),
+    *(Parameter("features", f"nemo-{release}", "sparse_operations", 1.0, 25.0) for release in ("25.05", "25.09", "25.11", "26.02")),
     Parameter("frameworks", "megatron-core", "expert_overlap", 0.01, 0.95),
     Parameter("frameworks", "megatron-core", "expert_share", 0.3, 1.0),
     *(
-        Parameter("features", f"nemo-{release}", "expert_share", 0.3, 1.0)
-        for release in ("25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
+        Parameter("features", f"nemo-{release}", "expert_share", 0.05, 1.0)
+        for release in ("25.05", "25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
     ),
     # Grouped products in 4-bit floats, and all that stays in 8 bits beside them.
     Parameter("features", "nvfp4 experts", "expert_share", 0.1, 1.0),
     Parameter("features", "nvfp4 experts", "matmul_share_by_precision", 0.05, 0.98, "nvfp4"),
+    # What scans of state spaces, and their convolutions, reach of the pace of the attention that stands in for them.
+    Parameter("features", "hybrid", "attention_forward_share", 0.02, 0.75),
+    Parameter("features", "hybrid", "attention_backward_share", 0.02, 0.65),
+    Parameter("features", "hybrid", "bytes_share", 0.4, 6.0),
     # The kernels of 2023 on the first H100.
     Parameter("features", "llm-foundry on Hopper", "matmul_share", 0.3, 0.95),
     Parameter("features", "llm-foundry on Hopper", "matmul_share_by_precision", 0.1, 0.95, "fp8"),
@@ -111,7 +115,10 @@ OTHERS = (
     # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
     Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
     Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
-    # nanotron's cluster: rings over EFA, alone and beside a pipeline, and what a micro-batch waits on 512 GPUs.
+    # nanotron's cluster: rings over EFA, alone and beside a pipeline, what a pipeline's micro-batch waits on 512 GPUs, and what one
+    # waits for an allocator at the end of the device's memory.
+    Parameter("frameworks", "nanotron", "inter_share", 0.02, 0.92),
+    Parameter("frameworks", "nanotron", "limit_seconds", 0.05, 5.0),
     Parameter("frameworks", "nanotron", "hop_seconds", 1e-6, 1e-3),
     Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 1e-6, 5e-3),
     Parameter("frameworks", "nanotron", "congestion_seconds", 1e-3, 5.0),
@@ -136,6 +143,8 @@ def _parameters() -> tuple[Parameter, ...]:
 
 PARAMETERS = _parameters()
 NANOTRON = {
+    "limit_seconds": 0.9,
+    "inter_share": 0.3,
     "congested_gpus": 512,
     "congestion_seconds": 0.8,
     "pipelined_hop_seconds": 3e-4,
@@ -143,5 +152,15 @@ NANOTRON = {
     "host_seconds": 7e-5,
 }
 LATENT = {"latent_experts": {"expert_overlap": 0.75}}  # three quarters of the traffic that the shape would have are not sent
-START = Efficiencies({"accelerators": {}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT})
+CPU = {
+    "runs_on_host": True,
+    "host_seconds": 1.5e-5,
+    "bytes_share": 4.0,
+    "data_overlap": 0.0,
+    "context_overlap": 0.0,
+    "handoff_seconds": 4e-3,
+}
+"""Of our own runs on CPU cores over gloo, not fitted: docs/doctor.md says on what. Element-wise operations in bf16 reach a
+quarter of a copy's pace; gloo's threads send with the very cores that compute, so that nothing hides."""
+START = Efficiencies({"accelerators": {"cpu": CPU}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT})
 """Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""

@@ -1,8 +1,8 @@
 """The fitted efficiencies: `efficiencies.yaml`, by accelerator, trainer and kernel, put together for one run. Torch-free.
 
 The file is written by `benchmarks/fit_planner.py` from published measurements. Each section changes fields of `Efficiency`:
-`accelerators` by generation and then by name, `frameworks` by trainer, `features` by a kernel or a setting that a row names. A
-machine's own measured profile is no part of this: the formulas prefer it to any share.
+`accelerators` by kind, by generation and then by name, `frameworks` by trainer, `features` by a kernel or a setting that a row
+names. A machine's own measured profile is no part of this: the formulas prefer it to any share.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Efficiencies:
         """What `framework` achieves on `accelerator`; where nothing was fitted, the defaults of `Efficiency`."""
         changes: dict[str, Any] = {}
         for section, name in (
+            ("accelerators", accelerator.kind),
             ("accelerators", accelerator.generation),
             ("accelerators", accelerator.name),
             ("frameworks", framework),

@@ -81,6 +81,9 @@ class Engine:
     """Of the results of products and attention, how much `recompute: selective` keeps; torchtitan keeps every second product's."""
     keeps_gathered_sequence: bool = True
     """Under sequence parallelism the gathered input of the column-cut products is kept, rather than gathered again."""
+    score_bytes: float | None = None
+    """Moved per attention score where no fused attention kernel keeps scores on the chip; None: spelled out, in
+    fp32 with casts."""
     logit_bytes: float = 8.0
     """Per logit, where the loss holds all of them at once (`loss_chunk_tokens` None)."""
     cut_logit_bytes: float | None = None

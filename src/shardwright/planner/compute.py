@@ -35,7 +35,7 @@ class LayerSeconds:
     attention_backward: float
     host_forward: float = 0.0
     host_backward: float = 0.0
-    """What the host needs to start the operations of a pass, traffic's included."""
+    """What the host needs to start the operations of a pass, traffic's included; 0 where the passes hold it already."""
 
     @property
     def total(self) -> float:
@@ -132,17 +132,11 @@ def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rate
     backward = inputs + weights + attention_backward + rates.moved(moved_backward)
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
+    host_forward, host_backward = host * sparse * _OPERATIONS_FORWARD, host * sparse * _OPERATIONS_BACKWARD
+    if efficiency.runs_on_host:
+        forward, backward, host_forward, host_backward = forward + host_forward, backward + host_backward, 0.0, 0.0
     recompute = {"none": 0.0, "full": forward, "selective": light}[candidate.recompute]
-    return LayerSeconds(
-        forward,
-        backward,
-        recompute,
-        weights,
-        attention_forward,
-        attention_backward,
-        host_forward=host * sparse * _OPERATIONS_FORWARD,
-        host_backward=host * sparse * _OPERATIONS_BACKWARD,
-    )
+    return LayerSeconds(forward, backward, recompute, weights, attention_forward, attention_backward, host_forward, host_backward)
 
 
 def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[tuple[Product, float]]:
@@ -188,11 +182,12 @@ def _attention_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate,
     row = candidate.document_tokens or candidate.sequence_length
     row = min(row, candidate.sequence_length)
     widths = (shape.query_width + shape.value_width) / candidate.layout.tp
+    engine_bytes = candidate.engine.score_bytes
     if shape.attention_soft_cap is not None or not candidate.flash_attention:
-        # Spelled out: whole rows of scores, moved about ten times in fp32 and the compute precision.
+        # Spelled out: whole rows of scores, moved about ten times in fp32 and the compute precision, or as the trainer fuses it.
         scores = tokens * candidate.sequence_length * shape.num_heads / candidate.layout.tp
         flops = 2.0 * widths * tokens * candidate.sequence_length
-        moved = scores * (8 + 6 * candidate.activation_bytes)
+        moved = scores * (8 + 6 * candidate.activation_bytes if engine_bytes is None else engine_bytes)
         forward = flops / (rates.product_rate * 0.6) + rates.moved(moved)
         return forward, 2.0 * flops / (rates.product_rate * 0.6) + rates.moved(1.5 * moved)
     flops = 2.0 * widths * tokens * facts.visible_keys(kind, row)

@@ -42,6 +42,11 @@ class Efficiency:
     """Least time of one operation on the device."""
     host_seconds: float = 7e-6
     """Least time between the starts of two operations: the host's, which a device that is quicker waits for."""
+    runs_on_host: bool = False
+    """Whether the device is its own host (a CPU): starting operations then comes on top of doing them."""
+    handoff_seconds: float = 0.0
+    """Of each gather and reduction of the data ranks, what the host needs around it where nothing else runs meanwhile: hooks,
+    threads that hand over, peers that come late."""
     intra_share: float = 0.80
     """Of the link within a domain, by large collectives."""
     inter_share: float = 0.80
@@ -54,9 +59,11 @@ class Efficiency:
     pipelined_hop_seconds: float = 0.0
     """The same on top where the ranks are also pipelined: sends between stages stand in the way of the rings."""
     congested_gpus: int = 0
-    """Accelerators from which on a network no longer serves everybody at once; 0 is never."""
+    """Accelerators from which on a network no longer serves the sends of pipelines at once; 0 is never."""
     congestion_seconds: float = 0.0
-    """What each micro-batch then waits."""
+    """What each micro-batch then waits between two stages; among more, half as long again."""
+    limit_seconds: float = 0.0
+    """What each micro-batch waits for the allocator where a run needs more than the device has: it hands back and asks again."""
     data_overlap: float = 0.90
     """Share of the traffic of gathers and reductions that may run beside compute."""
     tensor_overlap: float = 0.0

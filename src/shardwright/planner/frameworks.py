@@ -36,12 +36,18 @@ class Framework:
     recompute_of_shards: RecomputeKind | None = None
     """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
     flash_attention: bool = True
+    interleaves: bool = False
+    """Whether its published pipelines hold several stages a rank where a row does not say."""
     sequence_parallel: bool = True
     links: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 _MIXED = Engine(weight_bytes=2.0, master_bytes=4.0, casts_at_use=False, stage_rule="even")
 """Half-precision weights beside fp32 master weights that are sharded with the optimizer's states."""
+
+_FUSED_SOFTMAX_BYTES = 13.0
+"""Megatron's kernel scales, masks and normalises at once: scores written and read, weights written, read and written by dropout
+with a byte of its mask, and read by the second product; all in half precision."""
 
 # fp32 gradients are summed beside bf16 ones that live until the step.
 _NANOTRON = replace(_MIXED, name="nanotron", stage_rule="running_sum", gradient_bytes=6.0, reduce_bytes=4.0, whole_gradients=True)
@@ -69,16 +75,26 @@ FRAMEWORKS: dict[str, Framework] = {
     "megatron-core": Framework(
         replace(_MIXED, name="megatron-core", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, node_dispatch=True),
         recompute_varies=True,
+        interleaves=True,
     ),
     "megatron-lm": Framework(
-        replace(_MIXED, name="megatron-lm", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True),
+        replace(
+            _MIXED, name="megatron-lm", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, score_bytes=_FUSED_SOFTMAX_BYTES
+        ),
         zero_stage=0,
         recompute="full",
         flash_attention=False,
         sequence_parallel=False,
     ),
     "megatron-deepspeed": Framework(
-        replace(_MIXED, name="megatron-deepspeed", gradient_bytes=2.0, reduce_bytes=2.0, whole_gradients=True),
+        replace(
+            _MIXED,
+            name="megatron-deepspeed",
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            whole_gradients=True,
+            score_bytes=_FUSED_SOFTMAX_BYTES,
+        ),
         recompute="full",
         flash_attention=False,
         sequence_parallel=False,

@@ -8,10 +8,10 @@ that tell how a run ended) is blanked there, before anything reads it.
 from __future__ import annotations
 
 import csv
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import gcd, prod
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,8 @@ from shardwright.hardware import Cluster, find_node, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Adapter, Candidate, Engine, Precision
 from shardwright.planner.frameworks import FRAMEWORKS, Framework, name_framework
-from shardwright.planner.named_models import has_latent_experts, shape_of_row
+from shardwright.planner.named_models import has_latent_experts, is_hybrid, shape_of_row
+from shardwright.planner.spelling import spell_number, spell_row
 
 CONFIGURATION = (
     "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab",
@@ -30,7 +31,8 @@ CONFIGURATION = (
     "micro_batch", "global_batch", "recompute", "sequence_parallel", "precision", "flash_attention", "compile", "task",
     "mem_metric",
 )  # fmt: skip
-"""Columns that are read. `source` names the trainer only, and `mem_metric` which of a prediction's totals is written down."""
+"""Columns that are read. `source` names the trainer and its release only, and `mem_metric` which of a prediction's totals is
+written down."""
 
 NOTE_KEYS: dict[str, str] = {
     "framework": (
@@ -94,7 +96,9 @@ def configuration(row: Mapping[str, str]) -> dict[str, str]:
     for key, pattern in NOTE_KEYS.items():
         found = re.search(pattern, notes)
         kept[f"notes.{key}"] = found[1].strip() if found else ""
-    return kept
+    if not kept["notes.release"] and (found := re.search(r"dgxc-benchmarking@v(2\d\.\d\d)", kept["source"])):
+        kept["notes.release"] = found[1]
+    return spell_row(kept)
 
 
 def read_cases(path: str | Path) -> Iterator[Case]:
@@ -129,10 +133,13 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 def read_case(name: str, row: Mapping[str, str]) -> Case:
     """One row, already reduced to its configuration, in the planner's terms."""
-    trainer = name_framework(row["notes.framework"], row["source_group"], row["source"]) or _likely_framework(row)
+    named = name_framework(row["notes.framework"], row["source_group"], row["source"])
+    trainer = named or _likely_framework(row)
     if trainer == "megatron-lm" and "Hopper" in find_node(row["gpu"] or _UNNAMED).accelerator.generation:
         trainer = "megatron-core"  # what Megatron-LM is built on since 2023
     framework = FRAMEWORKS[trainer]
+    if named is None:
+        framework = replace(framework, interleaves=False)  # published recipes do, but this is somebody's run
     shape = shape_of_row(
         row,
         tied={"tied": True, "untied": False}.get(row["notes.embeddings"]),
@@ -172,7 +179,7 @@ def _likely_framework(row: Mapping[str, str]) -> str:
 
 
 def _whole(row: Mapping[str, str], name: str) -> int | None:
-    text = (row.get(name) or "").replace(",", "")
+    text = spell_number(row.get(name) or "")
     return round(float(text)) if text else None
 
 
@@ -183,7 +190,7 @@ _UNNAMED = "B200"
 def _cluster(row: Mapping[str, str], framework: Framework) -> Cluster:
     name = row["gpu"] or _UNNAMED
     node = find_node(name)
-    num_gpus = _whole(row, "gpus") or 1
+    num_gpus = _whole(row, "gpus") or prod(_whole(row, axis) or 1 for axis in ("tp", "pp", "cp", "dp"))
     per_node = min(_whole(row, "gpus_per_node") or node.num_accelerators, num_gpus)
     link = _fabric(row["notes.fabric"]) or framework.links.get(node.accelerator.generation)
     return parse_cluster(f"{per_node}x{name}", nodes=-(-num_gpus // per_node), link=link if per_node < num_gpus else None)
@@ -211,6 +218,8 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
         stage = framework.zero_stage_in_pipeline
     stage = 0 if data * cp == 1 else stage
     virtual = _whole(row, "virtual_pp") or (2 if row["notes.schedule"] else 1)
+    if framework.interleaves and not row["virtual_pp"] and pp > 1:
+        virtual = max(virtual, _usual_stages(shape.num_layers, pp))
     interleaved = pp > 1 and virtual > 1
     sequence_parallel = {"yes": True, "no": False}.get(row["sequence_parallel"], framework.sequence_parallel)
     return Layout(
@@ -219,12 +228,22 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=math.gcd(ep, data * cp),  # where experts also lie over the tensor-parallel ranks, tp cuts each of them instead
+        ep=gcd(ep, data * cp),  # where experts also lie over the tensor-parallel ranks, tp cuts each of them instead
         zero_stage=stage,  # type: ignore[arg-type]
         sequence_parallel=sequence_parallel and tp > 1,
         schedule="interleaved_1f1b" if interleaved else "1f1b",
         virtual_stages=virtual if interleaved else None,
     )
+
+
+def _usual_stages(num_layers: int, pp: int) -> int:
+    """Stages of a rank in a recipe that interleaves: of two layers each, or of the fewest more that divide.
+
+    >>> _usual_stages(96, 8), _usual_stages(80, 4), _usual_stages(61, 4)
+    (6, 10, 1)
+    """
+    each, rest = divmod(num_layers, pp)
+    return 1 if rest or each < 2 else each // next(n for n in range(2, each + 1) if each % n == 0)
 
 
 _HELD_BYTES = 6.0
@@ -262,14 +281,13 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
     if layout.virtual_stages and steps % layout.pp:
         # Interleaving wants whole rounds of micro-batches; a row that has none ran something else.
         layout = replace(layout, schedule="1f1b", virtual_stages=None)
-    precision: Precision = {"fp8": "fp8", "fp16": "fp16", "nvfp4": "nvfp4", "fp32": "fp32"}.get(row["precision"], "bf16")  # type: ignore[assignment]
     engine = _engine(row, framework, layout)
     return Candidate(
         layout=layout,
         sequence_length=_whole(row, "seq_len") or 2048,
         micro_batch_size=micro,
         gradient_accumulation_steps=steps,
-        precision=precision,
+        precision=_precision(row),
         recompute=recompute,
         adapter=_adapter(row),
         offload="optimizer" if row["notes.offload"] else "none",
@@ -279,6 +297,12 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
         reduce_in_bf16=row["notes.mixed_precision"] == "PURE",
         engine=engine,
     )
+
+
+def _precision(row: Mapping[str, str]) -> Precision:
+    """The row's; bf16 where it says none, fp16 on an accelerator that has no units for that."""
+    usual = "bf16" if "bf16" in find_node(row["gpu"] or _UNNAMED).accelerator.peak_flops_per_second else "fp16"
+    return row["precision"] or usual  # type: ignore[return-value]
 
 
 def _engine(row: Mapping[str, str], framework: Framework, layout: Layout) -> Engine:
@@ -316,6 +340,7 @@ def _trainer_on(trainer: str, cluster: Cluster) -> tuple[str, ...]:
 def _features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
     named = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
     named.append("attention_sinks" if shape.attention_sinks else "")
+    named.append("hybrid" if is_hybrid(row["model_name"]) else "")
     named.append("latent_experts" if has_latent_experts(row["model_name"]) else "")
     named.append("power_limited" if "power limited" in row["gpu"] else "")
     named.append(f"nemo-{row['notes.release']}" if row["notes.release"] else "")

@@ -179,6 +179,11 @@ def has_latent_experts(name: str) -> bool:
     return re.search(r"nemotron_?-?3_?-?(super|ultra)", name.lower()) is not None
 
 
+def is_hybrid(name: str) -> bool:
+    """Whether a stand-in is planned for: what its mixers reach of an attention kernel's pace is theirs."""
+    return any(re.search(pattern, name.lower()) for pattern in _HYBRIDS)
+
+
 def shape_of_row(row: Mapping[str, str], *, tied: bool | None = None, expert_width: int | None = None) -> ModelShape:
     """The shape of a row's model: by name where the name is known, else by its columns.
 
@@ -229,7 +234,8 @@ def _hybrid(parts: _StandIn) -> ModelShape:
 def _from_columns(row: Mapping[str, str], name: str, tied: bool | None, expert_width: int | None) -> ModelShape:
     style = style_of(name)
     vocab, (layers, hidden) = _integer(row, "vocab"), _depth_and_width(row)
-    heads = _integer(row, "heads", max(1, hidden // 128))
+    heads = min(_integer(row, "heads", max(1, hidden // 128)), hidden)
+    kv_heads = _integer(row, "kv_heads", heads)
     inner = _integer(row, "ffn_hidden", (4 if not style.gated else 3) * hidden)
     num_experts = _integer(row, "num_experts", 0)
     experts = ExpertShape(num_experts, _integer(row, "top_k", 2), expert_width or inner) if num_experts else None
@@ -240,7 +246,7 @@ def _from_columns(row: Mapping[str, str], name: str, tied: bool | None, expert_w
         hidden_size=hidden,
         intermediate_size=inner,
         num_heads=heads,
-        num_kv_heads=_integer(row, "kv_heads", heads),
+        num_kv_heads=heads if heads % kv_heads else kv_heads,
         head_dim=_integer(row, "head_dim", hidden // heads),
         max_position_embeddings=_integer(row, "seq_len", 4096),
         layers=(layer,) * layers,
@@ -255,7 +261,7 @@ def _from_columns(row: Mapping[str, str], name: str, tied: bool | None, expert_w
         tied_embeddings=style.tied if tied is None else tied,
         experts=experts,
     )
-    stated = float(row.get("params_b") or 0) * 1e9
+    stated = _stated_parameters(row)
     return shape if tied is not None or not stated or not shape.tied_embeddings else _nearer_in_size(shape, stated)
 
 
@@ -268,9 +274,17 @@ def _nearer_in_size(shape: ModelShape, stated: float) -> ModelShape:
 
 def _depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
     """Layers and model width; of what is missing, what makes up the stated parameters at GPT-3's 128 features a layer."""
-    stated = float(row.get("params_b") or 0) * 1e9
-    width = _integer(row, "hidden", 128 * round((128 * stated / 12) ** (1 / 3) / 128) or None)
+    stated = _stated_parameters(row)
+    layers = _integer(row, "layers", 0)
+    usual = (stated / 12 / layers) ** (1 / 2) if layers else (128 * stated / 12) ** (1 / 3)
+    width = _integer(row, "hidden", 128 * round(usual / 128) or None)
     return _integer(row, "layers", round(stated / (12 * width**2)) or None), width
+
+
+def _stated_parameters(row: Mapping[str, str]) -> float:
+    """What the row, or the model's name, says of its size (`7B`); 0 where neither does."""
+    named = re.search(r"(?<![\dx.])(\d+(?:\.\d+)?) ?b\b", row["model_name"].lower())
+    return float(row.get("params_b") or (named[1] if named else 0)) * 1e9
 
 
 def style_of(name: str) -> Style:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 from shardwright.architecture import ModelShape
@@ -14,7 +15,7 @@ from shardwright.planner.facts import ModelFacts, facts_of
 from shardwright.planner.memory import predict_memory
 from shardwright.planner.pipeline import PipelineShape, bound_simulation, pipeline_of, was_simulated
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.step import LayerCosts, StepCosts, passes_of, predict_time
+from shardwright.planner.step import LayerCosts, StepCosts, passes_of, predict_time, turns
 
 
 def predict(shape: ModelShape, candidate: Candidate, cluster: Cluster, efficiency: Efficiency) -> Prediction:
@@ -85,11 +86,15 @@ class Predictor:
         costs = StepCosts(self.facts, candidate, rates, self.network, layer_costs)
         tokens = min(candidate.sequence_length, candidate.document_tokens or candidate.sequence_length)
         flops = self.facts.model_flops_per_token(tokens, frozen=candidate.adapter is not None)
+        memory = memory or self.memory(candidate, pipeline)
+        time = predict_time(costs, pipeline)
+        if memory.total > self.capacity and self.efficiency.limit_seconds:
+            time = replace(time, overhead=time.overhead + turns(candidate) * self.efficiency.limit_seconds)
         return Prediction(
             candidate=candidate,
             num_gpus=candidate.layout.world_size,
-            memory=memory or self.memory(candidate, pipeline),
-            time=predict_time(costs, pipeline),
+            memory=memory,
+            time=time,
             memory_capacity_bytes=self.capacity,
             model_flops_per_step=flops * candidate.global_batch_tokens,
             peak_flops_per_second=rates.peak,

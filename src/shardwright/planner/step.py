@@ -203,10 +203,17 @@ def _waits_in_pipeline(layout: Layout, network: Network) -> float:
 
 
 def _congestion(candidate: Candidate, efficiency: Efficiency) -> float:
-    """Seconds that the micro-batches of a step wait for a network that cannot serve so many."""
-    if not efficiency.congested_gpus or candidate.layout.world_size < efficiency.congested_gpus:
+    """Seconds that a pipeline's micro-batches wait for a network that cannot serve the sends of so many: a rank between two others
+    has three of them to wait for in each turn, at either end there are two."""
+    pp = candidate.layout.pp
+    if pp == 1 or not efficiency.congested_gpus or candidate.layout.world_size < efficiency.congested_gpus:
         return 0.0
-    return (candidate.gradient_accumulation_steps + candidate.layout.pp - 1) * efficiency.congestion_seconds
+    return turns(candidate) * efficiency.congestion_seconds * (1.5 if pp > 2 else 1.0)
+
+
+def turns(candidate: Candidate) -> int:
+    """Micro-batches that a step waits for, those among them in which a pipeline fills."""
+    return candidate.gradient_accumulation_steps + candidate.layout.pp - 1
 
 
 def _slowed(passes: _Passes, contention: float) -> _Passes:

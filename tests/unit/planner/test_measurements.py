@@ -11,6 +11,7 @@ import pytest
 from shardwright.errors import DataError, InputError
 from shardwright.planner.measurements import CONFIGURATION, configuration, read_case, read_cases, read_rows
 from shardwright.planner.named_models import shape_of_row
+from shardwright.planner.published import predict_row
 
 ROW = {
     "id": "some-0001",
@@ -157,3 +158,42 @@ def test_every_published_row_can_be_read() -> None:
             gpus = {row["id"]: int(row["gpus"]) for row in csv.DictReader(file)}
         for case in read_cases(path):
             assert case.candidate.layout.world_size == gpus[case.id] == case.cluster.num_gpus, case.id
+
+
+def test_however_a_table_spells_it_a_row_says_the_same() -> None:
+    plain = read_case("x", configuration(ROW | {"seq_len": "8192", "recompute": "full", "sequence_parallel": "yes"}))
+    odd = {"seq_len": "8k", "global_batch": "4.19M tokens", "gpus": "64.0", "recompute": "True", "sequence_parallel": "on"}
+    odd |= {
+        "precision": "BF16-mixed",
+        "zero_stage": "ZeRO-1",
+        "gpu": "8x A100-80GB-SXM",
+        "flash_attention": "fa2",
+        "params_b": "13B",
+    }
+    assert read_case("x", configuration(ROW | odd)) == plain
+
+
+@pytest.mark.parametrize("column", CONFIGURATION)
+@pytest.mark.parametrize("text", ["", "n/a", "0", "unknown"])
+def test_no_field_is_needed_so_much_that_a_row_without_it_breaks(column: str, text: str) -> None:
+    row = ROW | {column: text}
+    if column == "gpu" and text:
+        with pytest.raises(InputError, match="not in the catalogue"):
+            read_case("x", configuration(row))
+        return
+    predicted = predict_row(read_case("x", configuration(row)))
+    assert predicted.tokens_per_second_per_gpu > 0
+    assert predicted.memory_gib > 0
+
+
+def test_recipes_that_leave_their_stages_unsaid_are_taken_to_interleave_where_their_trainer_does() -> None:
+    named = ROW | {"notes": "NeMo/Megatron-Core", "virtual_pp": ""}
+    layout = read_case("x", configuration(named)).candidate.layout
+    assert (layout.schedule, layout.virtual_stages) == ("interleaved_1f1b", 5)
+    assert read_case("x", configuration(named | {"virtual_pp": "1"})).candidate.layout.schedule == "1f1b"
+    assert read_case("x", configuration(ROW)).candidate.layout.schedule == "1f1b", "somebody's run, whose trainer is guessed"
+
+
+def test_a_benchmark_suite_names_its_release_by_its_version() -> None:
+    row = ROW | {"source_group": "dgxc-benchmarking", "source": "NVIDIA/dgxc-benchmarking@v25.05.02 deepseek/README.md"}
+    assert "nemo-25.05" in read_case("x", configuration(row)).features

@@ -110,3 +110,45 @@ def test_accumulating_at_stage_2_reduces_more_often_than_at_stage_1() -> None:
         return time.data + time.hidden_data
 
     assert traffic(1) < traffic(2) < traffic(3)
+
+
+def test_a_congested_network_holds_up_pipelines_and_nothing_else() -> None:
+    shape, cluster = models.shape("llama"), models.cluster(8, per_node=4)
+    crowded = replace(IDEAL, congested_gpus=8, congestion_seconds=10.0)
+
+    def wait(layout: Layout) -> float:
+        times = [predict(shape, Candidate(layout, 128, 1, 4), cluster, each).time.step for each in (crowded, IDEAL)]
+        return times[0] - times[1]
+
+    assert wait(Layout(dp_replicate=8)) == 0.0
+    assert wait(Layout(pp=2, dp_replicate=4)) == pytest.approx((4 + 1) * 10.0)
+    assert wait(Layout(pp=4, dp_replicate=2)) == pytest.approx((4 + 3) * 10.0 * 1.5)
+
+
+def test_an_allocator_at_the_end_of_the_memory_makes_every_micro_batch_wait() -> None:
+    shape, candidate = models.shape("llama"), Candidate(Layout(), 128, 1, 4)
+    waiting = replace(IDEAL, limit_seconds=2.0, context_bytes=0.0)
+    roomy, tight = (predict(shape, candidate, models.cluster(1), replace(waiting, reserve_bytes=r)) for r in (0.0, 1e15))
+    assert roomy.fits
+    assert not tight.fits
+    assert tight.time.overhead - roomy.time.overhead == pytest.approx(4 * 2.0)
+
+
+def test_a_device_that_is_its_own_host_starts_operations_in_the_time_of_its_work() -> None:
+    shape, candidate = models.shape("llama"), Candidate(Layout(), 128)
+    quick = replace(IDEAL, host_seconds=1e-7)
+    beside, after = (predict(shape, candidate, models.cluster(1), replace(quick, runs_on_host=own)).time for own in (False, True))
+    assert after.compute - beside.compute == pytest.approx(shape.num_layers * 62 * 1e-7)
+
+
+def test_what_a_host_does_around_collectives_is_counted_by_the_collective() -> None:
+    layout = Layout(dp_shard=4, zero_stage=3)
+    times = [
+        predict(
+            models.shape("llama"), Candidate(layout, 128), models.cluster(4), replace(IDEAL, data_overlap=0.0, handoff_seconds=each)
+        ).time
+        for each in (0.0, 1.0)
+    ]
+    num_layers = models.shape("llama").num_layers
+    # Every block, and the ends, is gathered for the forward pass and reduced; blocks are gathered once more.
+    assert times[1].data - times[0].data == pytest.approx(3 * num_layers + 2, abs=1.0)

@@ -1,0 +1,150 @@
+"""What tables of measurements mean by their fields, however they spell it: one spelling for each meaning, "" where none is stated.
+
+Tables of others write `8,192`, `8k`, `4M tokens`, `BF16`, `bf16-mixed`, `ZeRO-3`, `True`, `n/a` or nothing. What cannot be read is
+taken as unstated, as an empty field is. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_NUMBER = re.compile(r"^~?\s*([0-9][0-9,_ ]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kmbt]?)(?:illion)?\b(.*)$")
+
+
+def spell_number(text: str, *, powers_of_two: bool = False) -> str:
+    """A number in digits; "" where there is none above zero. `powers_of_two`: k is 1,024, as lengths of rows are counted.
+
+    >>> spell_number("8,192"), spell_number("8K", powers_of_two=True), spell_number("4M tokens"), spell_number("n/a")
+    ('8192', '8192', '4000000', '')
+    """
+    found = _NUMBER.match(text.strip().lower())
+    if found is None:
+        return ""
+    value = float(re.sub(r"[,_ ]", "", found[1])) * _SCALES[found[2]]
+    if powers_of_two and found[2] == "k":
+        value *= 1.024
+    return f"{value:.12g}" if value > 0 else ""
+
+
+def spell_billions(text: str) -> str:
+    """Parameters in billions: `70b`, `70`, `70e9` and `7,000,000,000` alike.
+
+    >>> spell_billions("70B"), spell_billions("1.34"), spell_billions("8e9"), spell_billions("350M")
+    ('70', '1.34', '8', '0.35')
+    """
+    number = spell_number(text)
+    value = float(number or 0)
+    return f"{value / 1e9:.12g}" if value >= 1e6 else number
+
+
+def spell_yes_no(text: str) -> str:
+    """`yes` or `no`.
+
+    >>> spell_yes_no("True"), spell_yes_no("off"), spell_yes_no("flash-attn 2"), spell_yes_no("unknown")
+    ('yes', 'no', 'yes', '')
+    """
+    word = text.strip().lower()
+    if word in ("yes", "y", "true", "1", "on", "enabled") or re.match(
+        r"(fa|flash|v)-?_?(attn|attention)?[ -_]?[123]?$|sdpa|torch\.?compile|te$|cudnn", word
+    ):
+        return "yes"
+    return "no" if word in ("no", "n", "false", "0", "off", "none", "disabled", "eager") else ""
+
+
+def spell_recompute(text: str) -> str:
+    """`none`, `selective` or `full`.
+
+    >>> [spell_recompute(text) for text in ("True", "off", "Selective", "full-uniform", "unknown")]
+    ['full', 'none', 'selective', 'full', '']
+    """
+    word = text.strip().lower()
+    for pattern, meaning in (("selective|partial|core|op", "selective"), ("full|block|uniform|every|all", "full")):
+        if re.search(pattern, word):
+            return meaning
+    return {"yes": "full", "no": "none"}.get(spell_yes_no(word), "")
+
+
+def spell_precision(text: str) -> str:
+    """`fp64`, `fp32`, `bf16`, `fp16`, `fp8` or `nvfp4`; mixed precisions go by what they multiply in.
+
+    >>> [spell_precision(text) for text in ("BF16", "bf16-mixed", "FP8-MX", "NVFP4", "half", "tf32", "amp")]
+    ['bf16', 'bf16', 'fp8', 'nvfp4', 'fp16', 'fp32', '']
+    """
+    word = text.strip().lower()
+    for pattern, meaning in (
+        (r"fp4|float4|e2m1", "nvfp4"),
+        (r"fp8|float8|e4m3|e5m2", "fp8"),
+        (r"bf16|bfloat|brain", "bf16"),
+        (r"fp16|float16|half|^16$|^o[12]$", "fp16"),
+        (r"64", "fp64"),
+        (r"32|single|full", "fp32"),
+    ):
+        if re.search(pattern, word):
+            return meaning
+    return ""
+
+
+def spell_zero_stage(text: str) -> str:
+    """`0` to `3`; what is fully sharded is 3, what is replicated 0.
+
+    >>> [spell_zero_stage(text) for text in ("ZeRO-3", "3.0", "FSDP", "DDP", "distributed optimizer", "unknown")]
+    ['3', '3', '3', '0', '1', '']
+    """
+    word = text.strip().lower()
+    if found := re.search(r"[0-3](?![0-9])", re.sub(r"\.0$", "", word)):
+        return found[0]
+    for pattern, stage in ((r"fsdp|hsdp|full", "3"), (r"grad", "2"), (r"distributed opt|dist.?opt", "1"), (r"ddp|none|no\b", "0")):
+        if re.search(pattern, word):
+            return stage
+    return ""
+
+
+def spell_task(text: str) -> str:
+    """`lora` and `qlora`; every other task trains all weights.
+
+    >>> spell_task("LoRA SFT"), spell_task("QLoRA"), spell_task("pretraining")
+    ('lora', 'qlora', 'pretraining')
+    """
+    word = text.strip().lower()
+    return "qlora" if "qlora" in word else "lora" if re.search(r"\blora|peft", word) else word
+
+
+def spell_accelerator(text: str) -> str:
+    """The name without a count before it: `8x H100` is H100.
+
+    >>> spell_accelerator("8xH100-80GB"), spell_accelerator("A100")
+    ('H100-80GB', 'A100')
+    """
+    return re.sub(r"^\s*\d+\s*[xX*]\s*", "", text).strip()
+
+
+_WHOLE = (
+    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "num_experts", "top_k", "gpus", "gpus_per_node", "tp", "pp",
+    "cp", "ep", "dp", "virtual_pp", "micro_batch", "global_batch",
+)  # fmt: skip
+_SPELLED: dict[str, Callable[[str], str]] = {
+    **dict.fromkeys(_WHOLE, spell_number),
+    "seq_len": lambda text: spell_number(text, powers_of_two=True),
+    "params_b": spell_billions,
+    "gpu": spell_accelerator,
+    "precision": spell_precision,
+    "recompute": spell_recompute,
+    "zero_stage": spell_zero_stage,
+    "sequence_parallel": spell_yes_no,
+    "flash_attention": spell_yes_no,
+    "compile": spell_yes_no,
+    "task": spell_task,
+}
+_MOST_ROWS = 1 << 18
+"""A global batch above this counts tokens, whatever it says: no run has had so many rows in a step."""
+
+
+def spell_row(row: Mapping[str, str]) -> dict[str, str]:
+    """The row with every field that has several spellings in one; others as they are."""
+    spelled = {name: _SPELLED[name](text) if name in _SPELLED else text for name, text in row.items()}
+    batch, length = float(spelled.get("global_batch") or 0), float(spelled.get("seq_len") or 0)
+    if batch and ("token" in row["global_batch"].lower() or batch > _MOST_ROWS):
+        spelled["global_batch"] = str(max(1, round(batch / length))) if length else ""
+    return spelled
