@@ -127,9 +127,9 @@ def test_every_rank_tells_how_its_steps_went(uninterrupted: Path) -> None:
     with gzip.open(uninterrupted / profile.path) as file:
         events = json.load(file)["traceEvents"]
     work = [[event for event in events if event.get("ph") == "X" and event["pid"] // 1000 == rank] for rank in range(2)]
-    # On one clock the ranks' work of one step lies side by side: they wait for each other at its end.
+    # On one clock, as far as it goes, the ranks' work of one step lies side by side: they wait for each other at its end.
     begins, ends = [min(e["ts"] for e in row) for row in work], [max(e["ts"] + e.get("dur", 0) for e in row) for row in work]
-    assert max(begins) < min(ends)
+    assert max(begins) < min(ends) + 1e6 * profile.clock_error_seconds
     assert profile.clock_error_seconds < 5
 
 
