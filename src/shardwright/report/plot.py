@@ -198,6 +198,8 @@ def _lay_out(drawn: list[Series], frame: Frame, title: str) -> _Canvas:
     right = frame.width - (min(0.28 * frame.width, 14 + _CHARACTER_PIXELS * max(map(len, names))) if direct else 12)
     legend_top = 36.0 if title else 0.0
     rows = [] if direct else _legend_rows(names, frame.width - 8)
+    # Many names take room of their own, and none from the curves.
+    frame = replace(frame, height=frame.height + 18 * max(0, len(rows) - 2))
     top = legend_top + 18 * len(rows) + 28
     bottom = frame.height - 34.0
     ticks = write_ticks(find_ticks(low, high, 5, log=frame.y_log))
@@ -294,10 +296,10 @@ def _draw_names(canvas: _Canvas, drawn: list[Series]) -> None:
             y, before = (y + before) / 2, y
         wanted.append((y, item))
     wanted.sort(key=lambda pair: pair[0])
-    letters = int((canvas.frame.width - canvas.right - 8) / _CHARACTER_PIXELS)
+    told = shorten_apart([item.name for item in named], int((canvas.frame.width - canvas.right - 8) / _CHARACTER_PIXELS))
     for y, item in zip(_push_apart([y for y, _ in wanted], 15, canvas.top, canvas.bottom), (i for _, i in wanted), strict=True):
         canvas.parts.append(
-            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(shorten(item.name, letters))}</text>'
+            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(told[item.name])}</text>'
         )
 
 
@@ -332,6 +334,21 @@ def _legend_rows(names: list[str], width: float) -> list[list[str]]:
 
 def _legend_pixels(name: str) -> float:
     return _CHARACTER_PIXELS * min(40, len(name)) + 16
+
+
+def shorten_apart(names: Sequence[str], length: int) -> dict[str, str]:
+    """Each name in at most so many characters; of long ones that begin alike, what they begin with goes first.
+
+    >>> shorten_apart(["sweep-rate-1e-4-long", "sweep-rate-3e-4-long"], 12)
+    {'sweep-rate-1e-4-long': '…1e-4-long', 'sweep-rate-3e-4-long': '…3e-4-long'}
+    """
+    told = {name: shorten(name, length) for name in names}
+    if len(set(told.values())) == len(told):
+        return told
+    first, last = min(told), max(told)  # what these two begin with, all do
+    alike = first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+    begin = max(alike.rfind(separator) for separator in "-_/. ") + 1
+    return {name: shorten("…" + name[begin:] if begin else name, length) for name in told}
 
 
 def shorten(name: str, length: int) -> str:

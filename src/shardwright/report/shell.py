@@ -78,7 +78,9 @@ def render_facts(facts: Sequence[tuple[str, str]]) -> str:
     """Tiles: a value, and under it what it is."""
     if not facts:
         return ""
-    tiles = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in facts)
+    # A number stays beside its unit; words may wrap.
+    shown = [(name, value.replace(" ", "\N{NO-BREAK SPACE}") if len(value) < 10 else value) for name, value in facts]
+    tiles = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in shown)
     return f'<div class="tiles">{tiles}</div>'
 
 

@@ -148,3 +148,17 @@ def test_bins_keep_the_mean() -> None:
     bx, by = bin_means(x, y, 100)
     assert len(bx) == 100
     assert by.mean() == pytest.approx(y.mean())
+
+
+def test_many_names_take_no_room_from_the_curves() -> None:
+    """On a phone names stand above the curves, a row each where they are long: the picture grows with them."""
+    x = np.arange(5.0)
+
+    def height_of_curves(count: int) -> float:
+        series = [Series(f"a run with a name that fills its row, number {n}", x, x, n) for n in range(count)]
+        geometry = re.search(r'data-x="([^"]+)"', svg_curves(series, Frame(width=350, height=250, labels="legend")))
+        assert geometry is not None
+        *_, top, bottom = map(float, geometry[1].split())
+        return bottom - top
+
+    assert height_of_curves(12) == height_of_curves(2) > 120
