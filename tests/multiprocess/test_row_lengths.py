@@ -28,6 +28,8 @@ LENGTHS = np.random.default_rng(0).integers(2, 50, size=30)
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.uint64)
 TOKENS = np.random.default_rng(1).integers(1, 60, size=int(STARTS[-1])).astype(np.uint16)
 CONFIG = LLAMA | {"num_hidden_layers": 2, "intermediate_size": 28, "hidden_size": 24, "max_position_embeddings": LENGTH}
+EXPERTS = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+                    "norm_topk_prob": True}  # fmt: skip
 LAYOUTS = [
     Layout(dp_shard=2, zero_stage=3),
     Layout(tp=2),
@@ -37,9 +39,9 @@ LAYOUTS = [
 ]
 
 
-def step_of(layout: Layout, *, full: bool) -> tuple[float, dict[str, Tensor | None], int]:
+def step_of(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> tuple[float, dict[str, Tensor | None], int]:
     """Loss, gradients and computed tokens of one step of two or more micro-batches."""
-    micro, shape = 2, read_config(CONFIG)
+    micro, shape = 2, read_config(config)
     multiple = None if full else row_multiple(layout)
     batch = BatchPlan(LENGTH, micro, GLOBAL // micro // layout.data_ranks, layout.data_ranks, multiple)
     rows = PackedDataset(TOKENS, pack_documents(STARTS, LENGTH, alone=True), LENGTH, alone=not full)
@@ -65,16 +67,25 @@ def reference() -> tuple[float, dict[str, Any], int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_step_is_that_of_full_rows(ranks: RankPool, layout: Layout, reference: tuple[float, dict[str, Any], int]) -> None:
+    hold(ranks.run(2, _short_rows, layout), reference)
+
+
+def test_ranks_whose_rows_differ_in_length_exchange_experts_tokens(ranks: RankPool) -> None:
+    hold(ranks.run(2, _short_rows, Layout(dp_shard=2, ep=2, zero_stage=2), EXPERTS), step_of(Layout(), EXPERTS, full=True))
+
+
+def hold(found: list[tuple[float, dict[str, Any], int]], reference: tuple[float, dict[str, Any], int]) -> None:
+    """Every rank's loss and gradients to those of full rows, and fewer tokens computed."""
     loss, gradients, tokens = reference
     assert tokens == GLOBAL * LENGTH
-    for found, got, computed in ranks.run(2, _short_rows, layout):
+    for own, got, computed in found:
         assert computed < 0.85 * tokens
-        assert found == pytest.approx(loss, rel=1e-12)
+        assert own == pytest.approx(loss, rel=1e-12)
         assert got.keys() == gradients.keys()
         for name, gradient in got.items():
             error = float((gradient - gradients[name]).norm() / gradients[name].norm())
             assert error < 1e-11, name
 
 
-def _short_rows(layout: Layout) -> tuple[float, dict[str, Tensor | None], int]:
-    return step_of(layout, full=False)
+def _short_rows(layout: Layout, config: dict[str, Any] = CONFIG) -> tuple[float, dict[str, Tensor | None], int]:
+    return step_of(layout, config, full=False)
