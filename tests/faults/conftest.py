@@ -77,9 +77,9 @@ def run_alone(recipe: Path, folder: Path, *words: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def untroubled(recipe: Path) -> Path:
+def untroubled(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that was left alone."""
-    folder = recipe.parent / "untroubled"
+    folder = tmp_path_factory.mktemp("untroubled") / "run"
     run_alone(recipe, folder)
     return folder
 

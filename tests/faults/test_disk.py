@@ -19,9 +19,9 @@ from tests.faults.conftest import STEPS, assert_same_end, final_state
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: Path) -> Path:
+def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run left alone, in this process."""
-    folder = recipe.parent / "alone"
+    folder = tmp_path_factory.mktemp("alone") / "run"
     train(load_recipe(recipe, [f"run.dir={folder}"]))
     return folder
 

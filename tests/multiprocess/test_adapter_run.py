@@ -77,9 +77,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(ranks: RankPool, recipe: Path) -> Path:
+def run(ranks: RankPool, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The finished run, each pair of its steps under another layout."""
-    path = recipe.parent / "run"
+    path = tmp_path_factory.mktemp("adapted") / "run"
     for number, (num_ranks, layout) in enumerate(CHAIN):
         ranks.run(num_ranks, train_some, str(recipe), str(path), layout, 2, number > 0)
     return path
@@ -104,7 +104,9 @@ def test_checkpoints_hold_adapters_and_what_trains_them(run: Path) -> None:
     assert moments == parts
 
 
-def test_peft_and_transformers_load_what_is_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peft_and_transformers_load_what_is_exported(
+    run: Path, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("peft")
     assert shardwright(["export", str(run), "--out", str(tmp_path / "adapters"), "--json"]) == ExitCode.DONE
     told = json.loads(capsys.readouterr().out)
@@ -119,7 +121,7 @@ def test_peft_and_transformers_load_what_is_exported(run: Path, tmp_path: Path, 
     assert texts[0] == texts[1]
     # What was exported begins a run where this one ended.
     words = ["adapters={path: " + str(tmp_path / "adapters") + "}", "training.max_steps=1", f"run.dir={tmp_path / 'next'}"]
-    train(load_recipe(run.parent / "recipe.yaml", words))
+    train(load_recipe(recipe, words))
     (first,), of_base = surviving_steps(read_events(tmp_path / "next")), surviving_steps(read_events(run))[0]
     assert first.loss < of_base.loss - 0.02  # the same batch
 
