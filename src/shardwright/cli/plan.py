@@ -28,7 +28,9 @@ SCHEMA_VERSION = 1
 
 ClusterText = Annotated[
     str,
-    typer.Option("--cluster", metavar="GPUS", help="Devices of a node, e.g. 8xH100-80GB; `shardwright plan` knows the usual ones."),
+    typer.Option(
+        "--cluster", metavar="GPUS", help="Devices of a node, e.g. 8xH100-80GB; a name that is not known lists those that are."
+    ),
 ]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="How many such nodes.")]
 LinkName = Annotated[

@@ -112,7 +112,7 @@ def _chart_loss(runs: Sequence[Run], axis: _Axis) -> Chart:
     y_range, clipped = _robust_range(lines + points, raw)
     width = max(run.smoothing for run in runs)
     note = "Mean over the supervised tokens of the batch." + (
-        f" Bold: mean over {2 * width + 1} steps; faint: every step." if width else ""
+        f" Bold: mean over {2 * width + 1:,} steps; faint: every step." if width else ""
     )
     note += " Dots: validation." if points else ""
     note += _outside(clipped)

@@ -6,6 +6,7 @@ import functools
 import html
 import http.server
 import json
+import math
 import re
 import subprocess
 import threading
@@ -105,13 +106,15 @@ def serve() -> Iterator[list[Server]]:
         server.close()
 
 
-def open_in(browser: str, page: str, servers: list[Server], profile: Path, width: int) -> subprocess.CompletedProcess[str]:
-    """The browser when it has shown the page, as the newest of the servers serves it."""
+def open_in(
+    browser: str, page: str, servers: list[Server], profile: Path, width: int, *, milliseconds: int = 3000
+) -> subprocess.CompletedProcess[str]:
+    """The browser when it has shown the page, as the newest of the servers serves it, or so much of its own time has passed."""
     servers.append(Server(page))
     command = [
         browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
         "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr",
-        f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom", servers[-1].address,
+        f"--window-size={width},900", f"--virtual-time-budget={milliseconds}", "--dump-dom", servers[-1].address,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
 
@@ -145,9 +148,10 @@ def test_a_hundred_thousand_steps_open_in_two_seconds(browser: str, long_page: s
     page = long_page.replace(policy, f"{policy}; connect-src 'self'", 1).replace("</body>", DRAWN + "</body>")
     taken: list[float] = []
     while len(taken) < 5 and min(taken, default=2.0) >= 2.0:
-        done = open_in(browser, page, serve, tmp_path, 1280)
+        done = open_in(browser, page, serve, tmp_path, 1280, milliseconds=30_000)
         assert console_of(done) == []
         asked = serve[-1].asked
-        assert asked == ["/page", "/drawn"]
-        taken.append(serve[-1].times[1] - serve[-1].times[0])
+        assert asked[0] == "/page"
+        # Its clock may run out before a starved browser has drawn a frame: that is a try that was too slow.
+        taken.append(serve[-1].times[1] - serve[-1].times[0] if asked[1:] == ["/drawn"] else math.inf)
     assert min(taken) < 2.0
