@@ -251,7 +251,7 @@ def validate(rows: list[Row], passes: int, sources: Iterable[str], *, everything
     fits all numbers, which takes hours. Without it the others keep the numbers that they alone read, in whose fit the held-out rows
     had a part through what both read.
     """
-    left_out = {}
+    left_out: dict[str, list[Errors]] = {}
     for source in sources or sorted({row.case.source for row in rows}):
         held_out = [row for row in rows if row.case.source == source]
         read = {name for row in held_out for name in names_read(row.case)}

@@ -58,6 +58,9 @@ TRAINER_FIELDS = {
 
 TRAINERS = ("nanotron", "megatron-core", "megatron-lm", "megatron-deepspeed", "aleph", "llm-foundry", "torchtitan", "litgpt")
 OTHERS = (
+    # Widths that do not fill a product's tiles, or that tensor cores do not take at all.
+    Parameter("accelerators", "Ampere", "uneven_share", 0.4, 1.0),
+    Parameter("accelerators", "Ampere", "odd_share", 0.05, 1.0),
     # The 500 W of one cluster, and a B200 that is kept below its power.
     Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share", 0.1, 0.98),
     Parameter("accelerators", "H100-96GB-SXM-HBM2e", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
@@ -155,12 +158,12 @@ LATENT = {"latent_experts": {"expert_overlap": 0.75}}  # three quarters of the t
 CPU = {
     "runs_on_host": True,
     "host_seconds": 1.5e-5,
-    "bytes_share": 4.0,
+    "bytes_share": 6.0,
     "data_overlap": 0.0,
     "context_overlap": 0.0,
-    "handoff_seconds": 4e-3,
+    "handoff_seconds": 5e-3,
 }
 """Of our own runs on CPU cores over gloo, not fitted: docs/doctor.md says on what. Element-wise operations in bf16 reach a
-quarter of a copy's pace; gloo's threads send with the very cores that compute, so that nothing hides."""
+sixth of a copy's pace; gloo's threads send with the very cores that compute, so that nothing hides."""
 START = Efficiencies({"accelerators": {"cpu": CPU}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT})
 """Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""

@@ -93,6 +93,14 @@ class Rates:
         read = self.operand_bytes * (m * k + k * n + m * n) / self.bytes_per_second
         return max(2.0 * m * n * k / rate, read, efficiency.kernel_seconds)
 
+    def fitting(self, *widths: float) -> float:
+        """Share of a product's rate that these widths of matrices reach, by how well they fill tiles; 1 where it was measured."""
+        if self.cluster.profile is not None:
+            return 1.0
+        if any(width % 8 for width in widths):
+            return self.efficiency.odd_share
+        return self.efficiency.uneven_share if any(width % 64 for width in widths) else 1.0
+
     def moved(self, num_bytes: float) -> float:
         """Seconds to read and write so many bytes."""
         return num_bytes / self.bytes_per_second
@@ -170,10 +178,12 @@ def _product_seconds(product: Product, rows: float, candidate: Candidate, rates:
         num_out /= tp
     elif product.cut in ("rows", "expert_rows"):
         num_in /= tp
+    # A vocabulary is padded by most trainers, whatever a table says of it.
+    share = 1.0 if product.cut == "vocabulary" else rates.fitting(num_in, num_out)
     return (
-        rates.product(rows, num_out, num_in),
-        rates.product(rows, num_in, num_out),
-        rates.product(num_out, num_in, rows),
+        rates.product(rows, num_out, num_in) / share,
+        rates.product(rows, num_in, num_out) / share,
+        rates.product(num_out, num_in, rows) / share,
     )
 
 
@@ -188,8 +198,8 @@ def _attention_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate,
         scores = tokens * candidate.sequence_length * shape.num_heads / candidate.layout.tp
         flops = 2.0 * widths * tokens * candidate.sequence_length
         moved = scores * (8 + 6 * candidate.activation_bytes if engine_bytes is None else engine_bytes)
-        forward = flops / (rates.product_rate * 0.6) + rates.moved(moved)
-        return forward, 2.0 * flops / (rates.product_rate * 0.6) + rates.moved(1.5 * moved)
+        rate = rates.product_rate * 0.6 * (rates.fitting(shape.head_dim) if shape.head_dim % 8 else 1.0)
+        return flops / rate + rates.moved(moved), 2.0 * flops / rate + rates.moved(1.5 * moved)
     flops = 2.0 * widths * tokens * facts.visible_keys(kind, row)
     forward = rates.attention(flops, row, shape.head_dim, backward=False)
     return forward, rates.attention(2.5 * flops, row, shape.head_dim, backward=True)

@@ -23,6 +23,10 @@ class Efficiency:
     """Rows (tokens) at which a product runs at half of its best rate; tiles and waves that are not full."""
     n_half: float = 128.0
     k_half: float = 128.0
+    uneven_share: float = 0.9
+    """Of a product's rate, where a width of its matrix is no multiple of 64: tiles that are not full."""
+    odd_share: float = 0.15
+    """Where it, or a head in attention that is spelled out, is no multiple of 8: tensor cores do not take it."""
     expert_share: float = 1.0
     """Of a product's rate, what experts' products reach with routing, sorting and uneven sizes counted in."""
     sparse_operations: float = 1.6

@@ -226,7 +226,10 @@ def _hybrid(parts: _StandIn) -> ModelShape:
         max_position_embeddings=1 << 20,
         layers=mixers + attention,
         experts=ExpertShape(
-            parts.num_experts, parts.experts_per_token, parts.expert_width, shared_intermediate_size=parts.shared_width
+            parts.num_experts,
+            parts.experts_per_token,
+            64 * round(parts.expert_width / 64),  # its own width fills the tiles of a product, two thirds of that need not
+            shared_intermediate_size=64 * round(parts.shared_width / 64),
         ),
     )
 

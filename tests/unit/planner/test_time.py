@@ -152,3 +152,8 @@ def test_what_a_host_does_around_collectives_is_counted_by_the_collective() -> N
     num_layers = models.shape("llama").num_layers
     # Every block, and the ends, is gathered for the forward pass and reduced; blocks are gathered once more.
     assert times[1].data - times[0].data == pytest.approx(3 * num_layers + 2, abs=1.0)
+
+
+def test_widths_that_do_not_fill_tiles_or_that_tensor_cores_do_not_take_are_slower() -> None:
+    rates = Rates(models.cluster(1), replace(IDEAL, uneven_share=0.5, odd_share=0.1), "bf16")
+    assert [rates.fitting(*widths) for widths in ((128, 64), (128, 1800), (108, 128), (1728,))] == [1.0, 0.5, 0.1, 1.0]
