@@ -15,7 +15,7 @@ from shardwright.cli.pages import write_page
 SCHEMA_VERSION = 1
 
 Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are laid over each other.", show_default=False)
+    list[Path], typer.Argument(metavar="RUN", help="Run folders; several are laid over each other.", show_default=False)
 ]
 Out = Annotated[
     Path | None,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are laid over each other.", show_default=False)
+    list[Path], typer.Argument(metavar="RUN", help="Run folders; several are laid over each other.", show_default=False)
 ]
 
 
