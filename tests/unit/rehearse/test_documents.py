@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,16 +10,22 @@ import torch
 from tests.unit.planner import models
 
 from shardwright.architecture import shape_of
+from shardwright.config import Recipe
 from shardwright.config.load import validate_recipe
 from shardwright.layout import Layout
 from shardwright.plan import BatchPlan, Plan
+from shardwright.planner import Efficiency
+from shardwright.planner.facts import facts_of
+from shardwright.planner.memory import predict_memory
+from shardwright.planner.pipeline import pipeline_of
+from shardwright.planner.question import template_of
 from shardwright.rehearse.rank import RankReport, rehearse_rank
 
 TOKENS, ROWS = 256, 2
 
 
-def rehearsed(layout: Layout | None = None, **also: Any) -> RankReport:
-    recipe = validate_recipe(
+def recipe_of(**also: Any) -> Recipe:
+    return validate_recipe(
         {
             "model": {"config": models.CONFIGS["llama"], "loss_chunk_tokens": 128},
             "data": {"sources": ["nowhere"]},
@@ -27,6 +34,21 @@ def rehearsed(layout: Layout | None = None, **also: Any) -> RankReport:
             **also,
         }
     )
+
+
+def planned(**also: Any) -> float:
+    """Bytes of the same step by the planner's formulas."""
+    recipe = recipe_of(**also)
+    facts, candidate = (
+        facts_of(shape_of(recipe)),
+        replace(template_of(recipe), micro_batch_size=ROWS, gradient_accumulation_steps=2),
+    )
+    load = pipeline_of(facts, Layout(), 2, TOKENS).load_of(0)
+    return predict_memory(facts, replace(candidate, layout=Layout()), load, Efficiency()).live
+
+
+def rehearsed(layout: Layout | None = None, **also: Any) -> RankReport:
+    recipe = recipe_of(**also)
     layout = layout or Layout()
     plan = Plan(layout, BatchPlan(TOKENS, ROWS, 2, layout.data_ranks), recipe.precision, "none")
     return rehearse_rank(recipe, shape_of(recipe), plan, 0)
@@ -37,6 +59,16 @@ def test_packed_rows_take_a_mask() -> None:
     packed = rehearsed(data={"sources": ["nowhere"], "packing": "documents"})
     # One number in the precision of the scores for each pair of positions of a row.
     assert packed.peak_bytes - plain.peak_bytes == pytest.approx(ROWS * TOKENS * TOKENS * torch.float32.itemsize, rel=0.05)
+
+
+def test_the_planner_adds_what_a_mask_adds_and_the_keys_that_cuda_repeats_for_it() -> None:
+    packing = {"sources": ["nowhere"], "packing": "documents"}
+    rehearsed_bytes = rehearsed(data=packing).peak_bytes - rehearsed().peak_bytes
+    planned_bytes = planned(data=packing) - planned()
+    shape = models.shape("llama")
+    repeated = shape.num_layers * 2 * ROWS * TOKENS * (shape.query_width - shape.kv_width) * torch.float32.itemsize
+    assert planned_bytes - repeated == pytest.approx(rehearsed_bytes, rel=0.1)
+    assert repeated > rehearsed_bytes, "the test says nothing where no keys are shared"
 
 
 def test_a_frozen_reference_is_held_beside_the_model_and_answers_first() -> None:
