@@ -88,15 +88,16 @@ def train(workplace: Path, run: Path, *words: str) -> subprocess.CompletedProces
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(workplace: Path) -> Path:
+def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
     words = ["--layout", "zero_stage=3", "--set", "run.profile_steps=[3]", "--json"]
-    done = train(workplace, workplace / "whole", "--nproc", "2", *words)
+    done = train(workplace, run, "--nproc", "2", *words)
     assert done.returncode == ExitCode.DONE, done.stderr
     summary = json.loads(done.stdout)
     assert summary["schema_version"] == 1
     assert summary["steps"] == STEPS
     assert summary["status"] == "completed"
-    return workplace / "whole"
+    return run
 
 
 def final_weights(run: Path) -> dict[str, bytes]:
