@@ -24,6 +24,7 @@ def failures(rows: list[GridRow]) -> list[str]:
     ]
 
 
+@pytest.mark.timeout(900)  # dozens of cells: more than four minutes on a busy machine
 def test_cells_in_which_any_two_properties_meet(ranks: RankPool) -> None:
     cells = [cell for cell in all_cells(EVERY_DAY_RANKS) if cell.refusal is None]
     rows = verify_grid(covering(cells), ranks, told=lambda _row: None)
@@ -33,6 +34,7 @@ def test_cells_in_which_any_two_properties_meet(ranks: RankPool) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(14400)
 def test_every_cell(ranks: RankPool) -> None:
     rows = verify_grid(all_cells(), ranks, told=lambda _row: None)
     assert not failures(rows)
