@@ -19,7 +19,7 @@ from shardwright.model import Decoder
 from shardwright.model.init import initialise
 from shardwright.parallel import apply_layout, build_mesh
 from shardwright.plan import BatchPlan, Plan, row_multiple
-from shardwright.train.step import accumulate_gradients, count_positions
+from shardwright.train.step import accumulate_gradients, count_work
 from tests.multiprocess.models import LLAMA
 from tests.multiprocess.pool import RankPool
 
@@ -39,8 +39,12 @@ LAYOUTS = [
 ]
 
 
-def step_of(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> tuple[float, dict[str, Tensor | None], int]:
-    """Loss, gradients and computed tokens of one step of two or more micro-batches."""
+Step = tuple[float, dict[str, Any], tuple[int, float]]
+"""Loss, gradients, and the tokens computed with the length of the row in which one stands on average."""
+
+
+def step_of(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> Step:
+    """One step of two or more micro-batches."""
     micro, shape = 2, read_config(config)
     multiple = None if full else row_multiple(layout)
     batch = BatchPlan(LENGTH, micro, GLOBAL // micro // layout.data_ranks, layout.data_ranks, multiple)
@@ -57,16 +61,16 @@ def step_of(layout: Layout, config: dict[str, Any] = CONFIG, *, full: bool) -> t
     data_rank = RankGrid(layout).data_rank(0 if model.mesh is None else model.mesh.rank)
     micro_batches = step_micro_batches(rows, SampleOrder(3, len(rows)), batch, 1, data_rank)
     loss = accumulate_gradients(model, micro_batches, seed=0, step=1).mean()
-    return loss, {name: model.full_gradient(name) for name in model.layouts}, count_positions(model, micro_batches)
+    return loss, {name: model.full_gradient(name) for name in model.layouts}, count_work(model, micro_batches, float)
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[float, dict[str, Any], int]:
+def reference() -> Step:
     return step_of(Layout(), full=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_step_is_that_of_full_rows(ranks: RankPool, layout: Layout, reference: tuple[float, dict[str, Any], int]) -> None:
+def test_a_step_is_that_of_full_rows(ranks: RankPool, layout: Layout, reference: Step) -> None:
     hold(ranks.run(2, _short_rows, layout), reference)
 
 
@@ -74,12 +78,14 @@ def test_ranks_whose_rows_differ_in_length_exchange_experts_tokens(ranks: RankPo
     hold(ranks.run(2, _short_rows, Layout(dp_shard=2, ep=2, zero_stage=2), EXPERTS), step_of(Layout(), EXPERTS, full=True))
 
 
-def hold(found: list[tuple[float, dict[str, Any], int]], reference: tuple[float, dict[str, Any], int]) -> None:
-    """Every rank's loss and gradients to those of full rows, and fewer tokens computed."""
-    loss, gradients, tokens = reference
-    assert tokens == GLOBAL * LENGTH
-    for own, got, computed in found:
+def hold(found: list[Step], reference: Step) -> None:
+    """Every rank's loss and gradients to those of full rows, and fewer tokens computed, in shorter rows."""
+    loss, gradients, (tokens, longest) = reference
+    assert (tokens, longest) == (GLOBAL * LENGTH, LENGTH)
+    assert len({work for *_, work in found}) == 1, "all ranks count the work of all"
+    for own, got, (computed, row_length) in found:
         assert computed < 0.85 * tokens
+        assert computed / GLOBAL < row_length < longest
         assert own == pytest.approx(loss, rel=1e-12)
         assert got.keys() == gradients.keys()
         for name, gradient in got.items():
@@ -87,5 +93,5 @@ def hold(found: list[tuple[float, dict[str, Any], int]], reference: tuple[float,
             assert error < 1e-11, name
 
 
-def _short_rows(layout: Layout, config: dict[str, Any] = CONFIG) -> tuple[float, dict[str, Tensor | None], int]:
+def _short_rows(layout: Layout, config: dict[str, Any] = CONFIG) -> Step:
     return step_of(layout, config, full=False)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from shardwright.train.samples import choose_prompts, save_texts, write_texts
 from shardwright.train.saving import Saver
 from shardwright.train.setup import TrainState
 from shardwright.train.signals import StopRequest, name_cause
-from shardwright.train.step import accumulate_gradients, count_positions, update
+from shardwright.train.step import accumulate_gradients, count_work, update
 from shardwright.train.stragglers import watch_for_slow_ranks
 from shardwright.train.watchdog import Vigil
 
@@ -51,6 +52,8 @@ class StepDone:
     supervised_tokens: int
     tokens: int
     """Computed by all ranks together: supervised, only seen, or filling rows up."""
+    flops_per_token: float
+    """The model's, on average: attention costs more in longer rows."""
     times: RankStep
     """Of this rank."""
     experts: ExpertLoads | None
@@ -77,7 +80,8 @@ class Loop:
         plan, data = self.checked.plan, self.checked.data
         self.data_rank = RankGrid(plan.layout).data_rank(self.ranks.rank)
         self.order = SampleOrder(self.checked.recipe.seed, len(data.train))
-        self.flops_per_token = self.checked.shape.flops_per_token(plan.batch.sequence_length)
+        self.flops_in_row = cache(self.checked.shape.flops_per_token)
+        self.flops_per_token = self.flops_in_row(plan.batch.sequence_length)
         self.matmul_flops_per_second = measure_matmul_flops_per_second(self.device, dtypes(plan.precision).compute)
         profile = RunFolder.of(self.checked.recipe).path / "profile"
         profiled = ProfiledSteps(profile, self.checked.recipe.run.profile_steps, self.device, self.ranks.rank)
@@ -187,10 +191,13 @@ class Loop:
             )
         mean, supervised = loss.mean(), int(loss.supervised_tokens)
         times = self.meter.read(began, data_seconds)  # waits for the device: the optimizer's kernels are this step's time
-        tokens = batch.global_batch_tokens if batch.row_multiple is None else count_positions(state.model, micro_batches)
+        tokens, flops_per_token = batch.global_batch_tokens, self.flops_per_token
+        if batch.row_multiple is not None:
+            tokens, flops_per_token = count_work(state.model, micro_batches, self.flops_in_row)
         experts = None if loss.routers is None else read_loads(loss.routers, checked.shape, batch.global_batch_size)
         preference = state.objective.take() if isinstance(state.objective, PreferenceObjective) else None
-        return StepDone(mean, updated.gradient_norm, updated.skipped, learning_rate, supervised, tokens, times, experts, preference)
+        norm, skipped = updated.gradient_norm, updated.skipped
+        return StepDone(mean, norm, skipped, learning_rate, supervised, tokens, flops_per_token, times, experts, preference)
 
     def _went_back(self, done: StepDone) -> bool:
         """Whether this step was one to go back from, and there was somewhere to go; every rank comes to the same answer."""
@@ -239,7 +246,7 @@ class Loop:
             done.tokens,
             done.times.step_seconds,
             world_size=self.ranks.world_size,
-            flops_per_token=self.flops_per_token,
+            flops_per_token=done.flops_per_token,
             matmul_flops_per_second=self.matmul_flops_per_second,
         )
         self.speaker.write(

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Protocol
@@ -153,10 +153,24 @@ def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) 
     return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
 
 
-def count_positions(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> int:
-    """Tokens that a step computes over all its micro-batches and all ranks, those that fill rows up included; waits for all."""
-    number = sum(batch.input_ids_BT.numel() for batch in micro_batches)
-    return int(model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device)))
+def count_work(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], flops_per_token: Callable[[int], float]
+) -> tuple[int, float]:
+    """Tokens that a step computes over all micro-batches and ranks, those that fill rows up included, and a token's model FLOPs.
+
+    The FLOPs are the mean: attention's share of them grows with the row that a token stands in. Waits for all ranks.
+
+    Args:
+        flops_per_token: of a row of so many tokens.
+    """
+    sizes = [batch.input_ids_BT.shape for batch in micro_batches]
+    tokens, flops = (
+        sum(rows * length for rows, length in sizes),
+        sum(rows * length * flops_per_token(length) for rows, length in sizes),
+    )
+    work = model.sum_over_batch(torch.tensor([tokens, flops], dtype=torch.float64, device=model.device))
+    all_tokens, all_flops = work.tolist()
+    return int(all_tokens), all_flops / all_tokens
 
 
 def _count(model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
