@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from shardwright.architecture import read_config
@@ -48,14 +49,31 @@ def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
         model = apply_layout(
             decoder, plan, mesh, device, fill=lambda name, narrow: weights.read(name, narrow=narrow, dtype=torch.float32)
         )
+    return sum(4 * local_part(parameter).numel() for _, parameter in model.named_parameters()), peak_bytes(profiler)
+
+
+def peak_bytes(profiler: profile) -> int:
+    """The most bytes held at once of what was allocated while the profiler looked.
+
+    By address: what was there before, of tests that this process ran earlier, may be let go of at any time.
+    """
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    live = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return sum(4 * local_part(parameter).numel() for _, parameter in model.named_parameters()), peak
+    waiting, changes = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    held: dict[int, int] = {}
+    peak = 0
+    for _, address, num_bytes in sorted(changes):
+        if num_bytes > 0:
+            held[address] = num_bytes
+        else:
+            held.pop(address, None)
+        peak = max(peak, sum(held.values()))
+    return peak
 
 
 @pytest.mark.parametrize(
