@@ -31,14 +31,16 @@ def _same_numbers_in_any_order() -> None:
 
 SEVERAL_PROCESSES = ("tests/multiprocess/", "tests/faults/")
 """Tests with ranks."""
-WITH_COMMANDS = (
+SECOND_HALF = (
     "tests/faults/",
+    "tests/multiprocess/test_grid.py",
     "tests/multiprocess/test_train_command.py",
     "tests/multiprocess/test_train_experts.py",
     "tests/multiprocess/test_verify.py::test_the_verb",
     "tests/multiprocess/test_wrong_input.py",
 )
-"""Those among them that start processes of their own, and mostly import; the others share a pool of ranks, and mostly compute."""
+"""Those among them that start processes of their own, and mostly import, and the longest of those that share a pool of ranks, and
+mostly compute: half of the time of all."""
 OTHER_PROCESSES = frozenset({"subprocess", "threading", "socket"})
 """Of what a test's module imports: its outcome hangs on when the machine lets others run."""
 
@@ -55,9 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One of pytest-xdist's workers runs all tests that share ranks, another one those that start them, which is sooner done.
-
-    The others go wherever there is room.
+    """One of pytest-xdist's workers runs one half of the tests with ranks, another one the other; the rest go where there is room.
 
     What `--dist loadgroup` would do, whose marks get lost: xdist 3.8 writes them into an attribute that pytest 9.2 no longer reads.
     """
@@ -65,8 +65,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class RanksTogether(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(WITH_COMMANDS):
-                return "commands"
+            if nodeid.startswith(SECOND_HALF):
+                return "ranks, second half"
             return "ranks" if nodeid.startswith(SEVERAL_PROCESSES) else nodeid
 
     return RanksTogether(config, log)
