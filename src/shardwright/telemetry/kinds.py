@@ -55,7 +55,7 @@ class RunStarted(Event):
     devices: tuple[str, ...]
     """One per rank."""
     flops_per_token: float | None = None
-    """Model FLOPs of forward and backward together."""
+    """Model FLOPs of forward and backward together, of a token in a full row."""
     matmul_flops_per_second: float | None = None
     """Measured ceiling of one device; MFU is against `world_size` times this."""
 

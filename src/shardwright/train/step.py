@@ -164,10 +164,8 @@ def count_work(
         flops_per_token: of a row of so many tokens.
     """
     sizes = [batch.input_ids_BT.shape for batch in micro_batches]
-    tokens, flops = (
-        sum(rows * length for rows, length in sizes),
-        sum(rows * length * flops_per_token(length) for rows, length in sizes),
-    )
+    tokens = sum(rows * length for rows, length in sizes)
+    flops = sum(rows * length * flops_per_token(length) for rows, length in sizes)
     work = model.sum_over_batch(torch.tensor([tokens, flops], dtype=torch.float64, device=model.device))
     all_tokens, all_flops = work.tolist()
     return int(all_tokens), all_flops / all_tokens
