@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -179,7 +180,7 @@ class PackedDataset:
         """Tokens predicted in one pass."""
         return self.packing.num_supervised
 
-    @property
+    @cached_property  # asked for in every step, over all pieces
     def padding_fraction(self) -> float:
         """Share of positions that hold no document."""
         return 1.0 - int(self.packing.piece_lengths_P.sum()) / max(1, len(self) * self.sequence_length)
