@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.config.schema import RecomputeKind
+from shardwright.hardware import Accelerator
+from shardwright.layout import Layout
 from shardwright.layout.degrees import ZeroStage
 from shardwright.planner.candidate import Engine
 
@@ -178,3 +180,17 @@ def name_framework(*texts: str) -> str | None:
             if re.search(pattern, text.lower()):
                 return name
     return None
+
+
+def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, accelerator: Accelerator) -> Engine:
+    """How the row's trainer keeps things: its release's habits, and what the row's notes say of them."""
+    recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
+    special = (framework.since_2025 if recent else None) or (framework.engine_of_one_stage if layout.pp == 1 else None)
+    engine = special or framework.engine
+    if row["notes.mixed_precision"] == "PURE":
+        engine = replace(engine, reduce_bytes=2.0)
+    if "RMS kernel" in row["notes.kernel"]:
+        engine = replace(engine, norm_tensors=2.0)  # one fused kernel keeps its input and its output
+    if row["notes.gradients"] and engine.gradient_bytes:
+        engine = replace(engine, gradient_bytes=4.0, reduce_bytes=4.0)
+    return engine

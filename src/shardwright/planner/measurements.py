@@ -20,8 +20,8 @@ from shardwright.config.schema import RecomputeKind
 from shardwright.errors import DataError
 from shardwright.hardware import Cluster, find_node, parse_cluster
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Adapter, Candidate, Engine, Precision
-from shardwright.planner.frameworks import FRAMEWORKS, Framework, name_framework
+from shardwright.planner.candidate import Adapter, Candidate, Precision
+from shardwright.planner.frameworks import FRAMEWORKS, Framework, engine_of, name_framework
 from shardwright.planner.named_models import has_latent_experts, is_hybrid, shape_of_row
 from shardwright.planner.spelling import spell_number, spell_row
 
@@ -281,7 +281,7 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
     if layout.virtual_stages and steps % layout.pp:
         # Interleaving wants whole rounds of micro-batches; a row that has none ran something else.
         layout = replace(layout, schedule="1f1b", virtual_stages=None)
-    engine = _engine(row, framework, layout)
+    engine = engine_of(row, framework, layout, find_node(row["gpu"] or _UNNAMED).accelerator)
     return Candidate(
         layout=layout,
         sequence_length=_whole(row, "seq_len") or 2048,
@@ -303,20 +303,6 @@ def _precision(row: Mapping[str, str]) -> Precision:
     """The row's; bf16 where it says none, fp16 on an accelerator that has no units for that."""
     usual = "bf16" if "bf16" in find_node(row["gpu"] or _UNNAMED).accelerator.peak_flops_per_second else "fp16"
     return row["precision"] or usual  # type: ignore[return-value]
-
-
-def _engine(row: Mapping[str, str], framework: Framework, layout: Layout) -> Engine:
-    accelerator = find_node(row["gpu"] or _UNNAMED).accelerator
-    recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
-    special = (framework.since_2025 if recent else None) or (framework.engine_of_one_stage if layout.pp == 1 else None)
-    engine = special or framework.engine
-    if row["notes.mixed_precision"] == "PURE":
-        engine = replace(engine, reduce_bytes=2.0)
-    if "RMS kernel" in row["notes.kernel"]:
-        engine = replace(engine, norm_tensors=2.0)  # one fused kernel keeps its input and its output
-    if row["notes.gradients"] and engine.gradient_bytes:
-        engine = replace(engine, gradient_bytes=4.0, reduce_bytes=4.0)
-    return engine
 
 
 _QUERY_VALUE = ("query", "value")
