@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp, log
 from typing import Any
 
-from shardwright.planner.achieved import Efficiencies
+from shardwright.planner.achieved import EVERY_TRAINER, Efficiencies
+from shardwright.planner.measurements import Case
+
+UNITS = {
+    "data_overlap": 0.3,
+    "tensor_overlap": 0.3,
+    "expert_overlap": 0.3,
+    "straggler_share": 0.03,
+    "reserve_share": 0.1,
+}
+"""Fields that are as good as zero for some: the distance between two values is their difference in these units. Of all others it is
+the logarithm of their ratio."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +31,47 @@ class Parameter:
     high: float
     precision: str = ""
 
-    def get(self, efficiencies: Efficiencies, default: float) -> float:
-        entry = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
+    @property
+    def entry(self) -> tuple[str, str]:
+        """Where it stands."""
+        return self.section, self.name
+
+    def get(self, efficiencies: Efficiencies) -> float | None:
+        """Its own value; None where the entry does not say."""
+        found = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
+        return (found or {}).get(self.precision) if self.precision else found
+
+    def above(self, efficiencies: Efficiencies, case: Case) -> float:
+        """What a case that reads the entry would have without it and without any that is narrower, within the bounds."""
+        achieved = efficiencies.of(case.cluster.accelerator, case.framework, case.features, before=self.entry)
+        found = getattr(achieved, self.field)
         if self.precision:
-            entry = (entry or {}).get(self.precision)
-        return default if entry is None else float(entry)
+            found = found.get(self.precision, achieved.matmul_share)
+        return min(max(float(found), self.low), self.high)
 
     def put(self, efficiencies: Efficiencies, value: float) -> Efficiencies:
+        """The same with this number, rounded, within its bounds."""
         stored: Any = float(f"{min(max(value, self.low), self.high):.4g}")
         if self.precision:
-            entry = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field) or {}
-            stored = {**entry, self.precision: stored}
+            stored = {**self._precisions(efficiencies), self.precision: stored}
         return efficiencies.with_value(self.section, self.name, self.field, stored)
+
+    def drop(self, efficiencies: Efficiencies) -> Efficiencies:
+        """The same with what stands above in place of this number."""
+        others = {name: value for name, value in self._precisions(efficiencies).items() if name != self.precision}
+        return efficiencies.with_value(self.section, self.name, self.field, others or None)
+
+    def _precisions(self, efficiencies: Efficiencies) -> dict[str, float]:
+        found = (efficiencies.sections.get(self.section, {}).get(self.name) or {}).get(self.field)
+        return dict(found or {}) if self.precision else {}
+
+    def scaled(self, value: float) -> float:
+        """The value as the search sees it."""
+        return value / UNITS[self.field] if self.field in UNITS else log(value)
+
+    def plain(self, scaled: float) -> float:
+        """The value itself."""
+        return scaled * UNITS[self.field] if self.field in UNITS else exp(scaled)
 
 
 GPU_FIELDS = {
@@ -47,11 +88,11 @@ GPU_FIELDS = {
 TRAINER_FIELDS = {
     "host_seconds": (1e-6, 1e-3),
     "bytes_share": (0.4, 3.0),
-    "data_overlap": (0.01, 1.0),
-    "tensor_overlap": (0.01, 0.9),
+    "data_overlap": (0.0, 1.0),
+    "tensor_overlap": (0.0, 0.9),
     "step_seconds": (1e-3, 0.5),
-    "straggler_share": (1e-4, 0.2),
-    "reserve_share": (1e-3, 0.6),
+    "straggler_share": (0.0, 0.2),
+    "reserve_share": (0.0, 0.6),
     "reserve_bytes": (1e7, 8e9),
 }
 """How a trainer keeps its device busy, and what its allocator holds."""
@@ -131,11 +172,11 @@ OTHERS = (
 
 def _parameters() -> tuple[Parameter, ...]:
     found = []
-    for generation in ("Volta", "Ampere", "Hopper", "Blackwell", "Blackwell Ultra"):
+    for generation in ("gpu", "Volta", "Ampere", "Hopper", "Blackwell", "Blackwell Ultra"):
         found += [Parameter("accelerators", generation, field, low, high) for field, (low, high) in GPU_FIELDS.items()]
         for precision in ("fp8", "nvfp4") if generation in ("Hopper", "Blackwell", "Blackwell Ultra") else ():
             found.append(Parameter("accelerators", generation, "matmul_share_by_precision", 0.1, 0.98, precision))
-    for trainer in TRAINERS:
+    for trainer in (EVERY_TRAINER, *TRAINERS):
         found += [
             Parameter("frameworks", trainer, field, low, high)
             for field, (low, high) in TRAINER_FIELDS.items()
@@ -162,6 +203,11 @@ CPU = {
     "data_overlap": 0.0,
     "context_overlap": 0.0,
     "handoff_seconds": 5e-3,
+    "tensor_overlap": 0.0,
+    "step_seconds": 5e-3,
+    "straggler_share": 0.01,
+    "reserve_share": 0.05,
+    "reserve_bytes": 0.3e9,
 }
 """Of our own runs on CPU cores over gloo, not fitted: docs/doctor.md says on what. Element-wise operations in bf16 reach a
 sixth of a copy's pace; gloo's threads send with the very cores that compute, so that nothing hides."""

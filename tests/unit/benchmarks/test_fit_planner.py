@@ -1,47 +1,91 @@
-"""The fit of the planner's efficiencies finds a number that made the rows, and never looks at a row that it holds out."""
+"""The fit of the planner's efficiencies finds the numbers that made the rows, and holds the others to the level above."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from benchmarks.fit_planner import Row, Search, errors_of, names_read
-from benchmarks.planner_parameters import PARAMETERS, Parameter
+from benchmarks.planner_fit import Fit
+from benchmarks.planner_parameters import PARAMETERS, START, Parameter
+from benchmarks.planner_rows import Row, errors_of, split
 
-from shardwright.planner.achieved import Efficiencies
+from shardwright.planner.achieved import EVERY_TRAINER, Efficiencies
 from shardwright.planner.measurements import configuration, read_case
 from shardwright.planner.published import predict_case
 from tests.unit.planner.test_measurements import ROW
 
-TRUTH = Efficiencies({"accelerators": {"Ampere": {"matmul_share": 0.55}}})
+SHARES = [Parameter("accelerators", name, "matmul_share", 0.3, 0.95) for name in ("gpu", "Ampere", "Hopper")]
+FUSION = [Parameter("frameworks", name, "bytes_share", 0.4, 3.0) for name in (EVERY_TRAINER, "nanotron", "megatron-core")]
 
 
-def _rows() -> list[Row]:
+def _rows(truth: Efficiencies, gpu: str = "A100-SXM4-80GB", source: str = "NeMo") -> list[Row]:
     rows = []
-    for index, tp in enumerate((1, 2, 4, 8)):
+    for tp in (1, 2, 4, 8):
         raw = ROW | {"tp": str(tp), "dp": str(16 // tp), "pp": "1", "gpus": "16", "recompute": "full", "micro_batch": "1"}
-        case = read_case(f"row-{index}", configuration(raw))
-        rows.append(Row(case, predict_case(case, TRUTH).tokens_per_second_per_gpu, None, True))
+        raw |= {"gpu": gpu, "source": source, "source_group": source, "notes": ""}
+        case = read_case(f"{gpu}-{source}-{tp}", configuration(raw))
+        rows.append(Row(case, predict_case(case, truth).tokens_per_second_per_gpu, None, True))
     return rows
 
 
-def test_the_search_finds_the_share_that_made_the_rows() -> None:
-    parameter = Parameter("accelerators", "Ampere", "matmul_share", 0.3, 0.95)
-    found = Search(_rows()).run(Efficiencies({}), [parameter], passes=6)
-    assert found.sections["accelerators"]["Ampere"]["matmul_share"] == pytest.approx(0.55, rel=0.03)
+def test_the_fit_finds_the_numbers_that_made_the_rows() -> None:
+    truth = Efficiencies(
+        {"accelerators": {"Ampere": {"matmul_share": 0.55}}, "frameworks": {"megatron-core": {"bytes_share": 2.0}}}
+    )
+    found = Fit(_rows(truth), [*SHARES, *FUSION], Efficiencies({}), pull=1e-6).run(20)
+    for row in _rows(truth):
+        assert errors_of(row, found).time == pytest.approx(0.0, abs=0.01)
 
 
-def test_under_predicted_memory_costs_more_and_a_wrong_fit_costs() -> None:
-    row = _rows()[0]
-    exact = errors_of(row, TRUTH)
-    assert exact.time == pytest.approx(0.0)
-    assert exact.loss == pytest.approx(0.0)
-    gib = predict_case(row.case, TRUTH).memory.total / 2**30
-    under, over = (errors_of(replace(row, memory_gib=gib * factor), TRUTH).loss for factor in (1 / 0.8, 1 / 1.2))
-    assert under > over == pytest.approx(0.2)
+def test_what_no_row_tells_is_what_the_level_above_has() -> None:
+    truth = Efficiencies({"frameworks": {"megatron-core": {"bytes_share": 2.5}}})
+    rows = _rows(truth)
+    found = Fit(rows, FUSION, Efficiencies({})).run(20)
+    accelerator = rows[0].case.cluster.accelerator
+    told, untold = (found.of(accelerator, name).bytes_share for name in ("megatron-core", "nanotron"))
+    assert told == pytest.approx(2.5, rel=0.1)
+    assert untold == found.of(accelerator, EVERY_TRAINER).bytes_share
+    assert 1.0 < untold < told, "a trainer that nobody measured is taken to be on the way to those that were"
+    assert "nanotron" not in found.sections["frameworks"], "an entry that says no more than the level above is not written"
 
 
-def test_every_parameter_is_read_by_some_row_that_can_exist() -> None:
-    names = {(p.section, p.name) for p in PARAMETERS}
-    assert ("accelerators", "Ampere") in names
-    assert set(names_read(_rows()[0].case)) & names
+def test_a_stronger_pull_keeps_numbers_nearer_to_the_level_above() -> None:
+    truth = Efficiencies({"accelerators": {"Ampere": {"matmul_share": 0.4}}})
+    rows = _rows(truth)
+    accelerator = rows[0].case.cluster.accelerator
+    loose, tight = (Fit(rows, SHARES, Efficiencies({}), pull).run(20).of(accelerator).matmul_share for pull in (1e-4, 10.0))
+    assert loose == pytest.approx(0.4, rel=0.02)
+    assert tight > 0.45
+
+
+def test_memory_that_is_too_small_costs_more_and_only_a_wrong_fit_costs() -> None:
+    row = _rows(START)[0]
+    gib = predict_case(row.case, START).memory.total / 2**30
+
+    def cost(row: Row) -> float:
+        fit = Fit([row], [], START)
+        return float(fit._loss(fit._residuals(fit._begin()) ** 2)[0].sum())
+
+    exact, under, over = (cost(replace(row, memory_gib=gib * factor)) for factor in (1.0, 1 / 0.8, 1 / 1.2))
+    assert exact == pytest.approx(0.0, abs=1e-9)
+    assert under > over > exact
+    judged = replace(row, case=replace(row.case, source="aleph-layouts"))
+    fits = predict_case(row.case, START).fits
+    assert cost(replace(judged, ran=fits)) == pytest.approx(0.0, abs=1e-9)
+    assert cost(replace(judged, ran=not fits)) > 0.01
+
+
+def test_the_halves_of_a_source_have_no_row_in_common() -> None:
+    rows = [*_rows(START), *_rows(START, source="nanotron")]
+    looked_at, held_out = split(rows)
+    assert sorted(row.case.id for row in (*looked_at, *held_out)) == sorted(row.case.id for row in rows)
+    assert {row.case.source for row in looked_at} == {row.case.source for row in held_out} == {"NeMo", "nanotron"}
+
+
+def test_a_number_is_written_within_its_bounds_and_dropped_again() -> None:
+    for parameter in PARAMETERS:
+        assert parameter.low < parameter.high
+        high = parameter.put(START, 1e12)
+        assert parameter.get(high) == pytest.approx(parameter.high)
+        assert parameter.get(parameter.drop(high)) is None
+        assert parameter.plain(parameter.scaled(parameter.high)) == pytest.approx(parameter.high)
