@@ -179,7 +179,7 @@ def _hold_one(placed: ParameterLayout, spec: ParameterSpec, layout: Layout) -> H
     return Held(whole, shard, matrices=matrices)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=1024)
 def facts_of(shape: ModelShape) -> ModelFacts:
     """The facts of a shape, kept for the next question about it."""
     return ModelFacts(shape)
