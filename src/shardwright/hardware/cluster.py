@@ -36,6 +36,8 @@ class Accelerator:
     vendor: str = "NVIDIA"
     generation: str = ""
     power_watts: float | None = None
+    sustained_flops_per_second: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """What the largest products reach of a precision's peak, where its maker or a public benchmark measured it."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def peak(self, precision: str) -> float:

@@ -23,7 +23,12 @@ _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The parser in C, where PyYAML was built with it: the catalogue in a tenth of the time."""
 
 _COUNTED = re.compile(r"^\s*(\d+)\s*[xX*]\s*(.+?)\s*$")
-_NOISE = re.compile(r"nvidia|amd|instinct|tesla|geforce|[^a-z0-9]")
+_NOISE = re.compile(r"nvidia|amd|intel|habana|instinct|tesla|geforce|[^a-z0-9]")
+_MEMORY = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?) ?gi?b?\b")
+_FORM = re.compile(r"\b(sxm|pcie?|pci-e|nvl|oam)\d?\b")
+_WORDS = re.compile(
+    r"\b(hbm\d?e?|gddr\d?x?|\d+ ?w|gpus?|tensor core|graphics|accelerators?|cards?|gen(eration)?|[dh]gx|nodes?|servers?|cloud)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,37 @@ def _plain(name: str) -> str:
     ('rtx4090', 'a10080gbsxm')
     """
     return _NOISE.sub("", name.lower())
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a spelling says of an accelerator: its family, its memory in GB and how it is mounted, None where it does not say."""
+
+    family: str
+    memory: float | None
+    form: str | None
+
+    @classmethod
+    def of(cls, name: str) -> _Parts:
+        """The parts of a name as tables and drivers write it.
+
+        >>> _Parts.of("NVIDIA A100-SXM4-80GB") == _Parts.of("A100 80G (SXM)") == _Parts("a100", 80.0, "sxm")
+        True
+        """
+        text = re.sub(r"[-_(),/]+", " ", name.lower())
+        memory, form = _MEMORY.search(text), _FORM.search(text)
+        rest = _WORDS.sub(" ", _FORM.sub(" ", _MEMORY.sub(" ", text)))
+        mounted = None if form is None else "pcie" if form[1].startswith("pci") else form[1]
+        return cls(_plain(rest), float(memory[1]) if memory else None, mounted)
+
+    def admits(self, other: _Parts) -> bool:
+        """Whether a catalogue's name may be meant: of the same family, and not of another memory or mounting."""
+        memory = self.memory is None or other.memory is None or abs(self.memory / other.memory - 1) < _NEAR_MEMORY
+        return self.family == other.family and memory and (None in (self.form, other.form) or self.form == other.form)
+
+
+_NEAR_MEMORY = 0.03
+"""Between what a name's gigabytes may say of one memory: 95 and 96, 180 and 183."""
 
 
 @cache
@@ -81,7 +117,7 @@ def _read_links(document: Mapping[str, Any]) -> tuple[dict[str, _LinkEntry], dic
 
 def _read_node(document: Mapping[str, Any], links: Mapping[str, _LinkEntry]) -> Node:
     texts = document["documents"]
-    peaks = document["peak_flops_per_second"]
+    peaks, sustained = document["peak_flops_per_second"], document.get("sustained_flops_per_second", {})
     numbers = {name: document[name] for name in ("memory_bytes", "memory_bytes_per_second", "power_watts")}
     sources = {name: texts[entry["source"]] for name, entry in (numbers | peaks).items()}
     accelerator = Accelerator(
@@ -93,17 +129,19 @@ def _read_node(document: Mapping[str, Any], links: Mapping[str, _LinkEntry]) -> 
         vendor=document["vendor"],
         generation=document["generation"],
         power_watts=float(numbers["power_watts"]["value"]),
-        sources=sources,
+        sustained_flops_per_second={precision: float(entry["value"]) for precision, entry in sustained.items()},
+        sources=sources | {f"sustained {precision}": texts[entry["source"]] for precision, entry in sustained.items()},
     )
     node = document["node"]
     count = int(node["accelerators"])
-    inter = links[node["inter"]]
+    counted = _COUNTED.match(node["inter"])
+    adapters, inter = (int(counted[1]), links[counted[2]]) if counted else (None, links[node["inter"]])
     return Node(
         name=node["name"],
         accelerator=accelerator,
         num_accelerators=count,
         intra=links[node["intra"]].link,
-        inter=_per_accelerator(inter, None, count),
+        inter=_per_accelerator(inter, adapters, count),
         domain_size=int(node["domain_size"]),
     )
 
@@ -137,7 +175,7 @@ def find_node(name: str) -> Node:
     ('H100-80GB-SXM', 72)
     """
     nodes, names, _, _ = _catalog()
-    found = names.get(_plain(name))
+    found = names.get(_plain(name)) or _find_by_parts(name)
     if found is None:
         raise InputError(
             "this accelerator is not in the catalogue",
@@ -147,6 +185,20 @@ def find_node(name: str) -> Node:
             remedy="Take one of these spellings, or add a file to hardware/catalog",
         )
     return nodes[found]
+
+
+def _find_by_parts(name: str) -> str | None:
+    """The accelerator that an unlisted spelling means, by family, memory and mounting; None where there is none.
+
+    What it leaves open is as in the family's usual member, for which the bare name, or that with its memory, stands.
+    """
+    nodes, names, _, _ = _catalog()
+    said = _Parts.of(name)
+    if said.family not in names and said.family.endswith("s"):
+        said = replace(said, family=said.family.removesuffix("s"))  # `64 H100s`
+    meant = [known for known in nodes if said.admits(_Parts.of(known))]
+    usual = (names.get(said.family), names.get(_plain(f"{said.family} {said.memory or 0:g}gb")))
+    return next((known for known in (*usual, *meant) if known in meant), None)
 
 
 def find_accelerator(name: str) -> Accelerator:

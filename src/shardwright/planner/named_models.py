@@ -2,7 +2,8 @@
 
 A table of measurements gives sizes (layers, widths, heads, vocabulary) and a name. Whether the feed-forward is gated, embeddings
 are tied, or positions learned follows from the name's family; models with parts that columns cannot say (latent attention,
-shared experts) stand here whole, with the numbers of their public config.json.
+alternating layers) stand here whole, with the numbers of their public config.json. Sizes that a table leaves out are those of the
+named model (`named_sizes.yaml`), as long as none that it states says otherwise.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from shardwright.architecture import LayerShape, ModelShape, read_config
 from shardwright.architecture.experts import ExpertShape
 from shardwright.architecture.names import LLAMA
 from shardwright.errors import ArchitectureError
+from shardwright.planner.named_sizes import BILLIONS, SIZES, sizes_of_name
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,13 @@ STYLES: dict[str, Style] = {
     r"mpt": replace(_GPT, biased=False),
     r"bloom": replace(_GPT, learned_positions=False),
     r"nemotron-?(3|4)?-?(8|15|22|340)b|nemotron-4": Style(gated=False, layer_norm=True),
-    r"phi-?1": Style(gated=False, layer_norm=True, biased=True, parallel_residual=True),
-    r"stablelm-alpha|pythia|neox|gpt-j": Style(gated=False, layer_norm=True, biased=True, parallel_residual=True),
-    r"falcon": Style(gated=False, tied=True, layer_norm=True, parallel_residual=True),
-    r"gpt|opt-|turing|mt-nlg": _GPT,
+    r"phi-?[12](?!\d)|stablelm-alpha|pythia|dolly|neox|gpt-j": Style(
+        gated=False, layer_norm=True, biased=True, parallel_residual=True
+    ),
+    r"falcon(?!-?3)": Style(gated=False, tied=True, layer_norm=True, parallel_residual=True),
+    r"starcoder-?2": Style(gated=False, layer_norm=True, biased=True),
+    r"gpt|opt-|turing|mt-nlg|santacoder|starcoder|granite-(20|34)b": _GPT,
+    r"command-r": Style(tied=True, layer_norm=True, parallel_residual=True),
     r"gemma": Style(tied=True),
 }
 """By a pattern of the name, the first that matches; a name that matches none is taken as Llama's kind."""
@@ -104,7 +110,37 @@ _GPT_OSS = {
 }
 
 PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
-    r"deepseek-?v3|deepseek-?r1": _DEEPSEEK_V3,
+    r"deepseek-?v3|deepseek-?r1(?!.*distill)": _DEEPSEEK_V3,
+    r"deepseek-?v2-?lite|deepseek-?v2-16b": _DEEPSEEK_V3
+    | {
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "vocab_size": 102400,
+    },
+    r"deepseek-?v2(\.5)?(?!.*lite)": _DEEPSEEK_V3
+    | {
+        "num_hidden_layers": 60,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "topk_group": 3,
+        "first_k_dense_replace": 1,
+        "vocab_size": 102400,
+    },
     r"kimi-?k2": _DEEPSEEK_V3
     | {
         "num_attention_heads": 64,
@@ -170,7 +206,7 @@ _HYBRIDS = {
     r"nemotron_?-?3_?-?nano": _StandIn(23, 6, 2688, 54, 128, 6, 1237, 2475),
     r"nemotron_?-?3_?-?super": _StandIn(40, 8, 4096, 104, 512, 22, 448, 3584),
     r"nemotron_?-?3_?-?ultra": _StandIn(48, 12, 8192, 192, 512, 22, 853, 6827),
-    r"deepseek_?-?v4_? ?flash": _StandIn(43, 0, 4096, 96, 256, 6, 2048, 2048, 129280),
+    r"deepseek[-_ ]?v4[-_ ]?flash": _StandIn(43, 0, 4096, 96, 256, 6, 2048, 2048, 129280),
 }
 
 
@@ -195,14 +231,45 @@ def shape_of_row(row: Mapping[str, str], *, tied: bool | None = None, expert_wid
     Raises:
         ArchitectureError: neither the name nor the columns say enough.
     """
-    name = row["model_name"].lower()
-    for pattern, config in PUBLIC_CONFIGS.items():
-        if re.search(pattern, name):
-            return _with_shared_experts(name, read_config(config))
+    name = re.sub(r"[\s_/]+", "-", row["model_name"].lower())
+    for pattern in PUBLIC_CONFIGS:
+        if re.search(pattern, name) and _agrees(row, shape := _with_shared_experts(name, _read_public(pattern))):
+            return _with_depth(shape, _integer(row, "layers", 0))
     for pattern, stand_in in _HYBRIDS.items():
         if re.search(pattern, name):
             return _hybrid(stand_in)
+    sizes = sizes_of_name(name) or sizes_of_name(f"{name} {float(row.get('params_b') or 0):.0f}b")
+    if sizes is not None and not _contradicts(row, sizes):
+        columns = dict(zip(SIZES, sizes["sizes"], strict=True))
+        row = {**row, **{column: row.get(column) or str(size) for column, size in columns.items()}}
+        return _from_columns(row, name, tied, expert_width, sizes)
     return _from_columns(row, name, tied, expert_width)
+
+
+@cache
+def _read_public(pattern: str) -> ModelShape:
+    return read_config(PUBLIC_CONFIGS[pattern])
+
+
+def _agrees(row: Mapping[str, str], shape: ModelShape) -> bool:
+    """Whether no width that the row states, and no size in its model's name, is another model's (`DeepSeek-V3-16B`)."""
+    name = row["model_name"].lower()
+    named = None if re.search(r"\d+e\b", name) else re.search(BILLIONS, name)  # `17b-128e` counts active parameters
+    near = named is None or 0.8 < float(named[1]) * 1e9 / shape.num_parameters < 1.25
+    return _integer(row, "hidden", 0) in (0, shape.hidden_size) and near
+
+
+def _with_depth(shape: ModelShape, layers: int) -> ModelShape:
+    """The shape with as many layers as the row states, the last kind repeated: proxies of large models have fewer."""
+    if layers in (0, shape.num_layers):
+        return shape
+    return replace(shape, layers=(shape.layers + shape.layers[-2:] * layers)[:layers])
+
+
+def _contradicts(row: Mapping[str, str], sizes: Mapping[str, Any]) -> bool:
+    """Whether the row states a width, heads or experts that the named model does not have; depth and vocabulary may differ."""
+    known = dict(zip(SIZES, sizes["sizes"], strict=True)) | {"num_experts": sizes.get("experts", (0,))[0]}
+    return any(_integer(row, column, 0) not in (0, known[column]) for column in ("hidden", "heads", "num_experts"))
 
 
 def _with_shared_experts(name: str, shape: ModelShape) -> ModelShape:
@@ -234,15 +301,24 @@ def _hybrid(parts: _StandIn) -> ModelShape:
     )
 
 
-def _from_columns(row: Mapping[str, str], name: str, tied: bool | None, expert_width: int | None) -> ModelShape:
-    style = style_of(name)
+def _from_columns(
+    row: Mapping[str, str], name: str, tied: bool | None, expert_width: int | None, named: Mapping[str, Any] | None = None
+) -> ModelShape:
+    """The shape of a row's columns; what they cannot say is the family's, or the `named` model's where that is known."""
+    style, named = style_of(name), named or {}
+    if tied is None and named:
+        tied = named.get("tied", style.tied)
     vocab, (layers, hidden) = _integer(row, "vocab"), _depth_and_width(row)
     heads = min(_integer(row, "heads", max(1, hidden // 128)), hidden)
     kv_heads = _integer(row, "kv_heads", heads)
     inner = _integer(row, "ffn_hidden", (4 if not style.gated else 3) * hidden)
-    num_experts = _integer(row, "num_experts", 0)
-    experts = ExpertShape(num_experts, _integer(row, "top_k", 2), expert_width or inner) if num_experts else None
+    known_experts, known_top, known_width = named.get("experts", (0, 2, None))
+    num_experts = _integer(row, "num_experts", known_experts)
+    width = expert_width or known_width or inner
+    shared = named.get("shared", 0)
+    experts = ExpertShape(num_experts, _integer(row, "top_k", known_top), width, shared) if num_experts else None
     layer = LayerShape(attention_scale=1.0, sparse=experts is not None)
+    dense = (replace(layer, sparse=False),) * min(layers, named.get("dense", 0))
     shape = ModelShape(
         family="planning",
         vocab_size=vocab,
@@ -250,9 +326,9 @@ def _from_columns(row: Mapping[str, str], name: str, tied: bool | None, expert_w
         intermediate_size=inner,
         num_heads=heads,
         num_kv_heads=heads if heads % kv_heads else kv_heads,
-        head_dim=_integer(row, "head_dim", hidden // heads),
+        head_dim=named.get("head_dim", hidden // heads),
         max_position_embeddings=_integer(row, "seq_len", 4096),
-        layers=(layer,) * layers,
+        layers=dense + (layer,) * (layers - len(dense)),
         names=replace(LLAMA, gate=LLAMA.gate if style.gated else None, positions="positions" if style.learned_positions else None),
         norm="layer" if style.layer_norm else "rms",
         norm_bias=style.biased,
@@ -286,7 +362,7 @@ def _depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
 
 def _stated_parameters(row: Mapping[str, str]) -> float:
     """What the row, or the model's name, says of its size (`7B`); 0 where neither does."""
-    named = re.search(r"(?<![\dx.])(\d+(?:\.\d+)?) ?b\b", row["model_name"].lower())
+    named = re.search(BILLIONS, row["model_name"].lower())
     return float(row.get("params_b") or (named[1] if named else 0)) * 1e9
 
 

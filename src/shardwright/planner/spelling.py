@@ -112,12 +112,13 @@ def spell_task(text: str) -> str:
 
 
 def spell_accelerator(text: str) -> str:
-    """The name without a count before it: `8x H100` is H100.
+    """The name without a count before or behind it: `8x H100` is H100; "" where it is not stated.
 
-    >>> spell_accelerator("8xH100-80GB"), spell_accelerator("A100")
-    ('H100-80GB', 'A100')
+    >>> [spell_accelerator(text) for text in ("8xH100-80GB", "A100", "1 x A10 (24GB)", "NVIDIA H100 × 8", "16 A100 GPUs", "n/a")]
+    ['H100-80GB', 'A100', 'A10 (24GB)', 'NVIDIA H100', 'A100 GPUs', '']
     """
-    return re.sub(r"^\s*\d+\s*[xX*]\s*", "", text).strip()
+    name = re.sub(r"^\s*\d+\s*(?:[xX*×]\s*|\s+(?=[A-Za-z]))|\s+[xX*×]\s*\d+\s*$", "", text).strip()
+    return "" if re.fullmatch(r"n/?a|none|unknown|unspecified|not (stated|reported)|[-?]*", name.lower()) else name
 
 
 _WHOLE = (

@@ -27,6 +27,14 @@ def test_the_narrower_entry_wins() -> None:
     assert efficiencies.of(find_accelerator("A100")) == Efficiency(), "what was not fitted is the default"
 
 
+def test_where_nothing_was_fitted_products_reach_what_their_maker_measured() -> None:
+    unfitted = Efficiencies({}).of(find_accelerator("MI300X"))
+    assert unfitted.matmul_share == pytest.approx(708 / 1307.4)
+    assert unfitted.attention_forward_share < Efficiency().attention_forward_share
+    fitted = Efficiencies({"accelerators": {"CDNA 3": {"matmul_share": 0.5}}})
+    assert fitted.of(find_accelerator("MI300X")).matmul_share == 0.5
+
+
 def test_one_number_changed_leaves_the_rest() -> None:
     before = Efficiencies({"frameworks": {"aleph": {"matmul_share": 0.6}}})
     after = before.with_value("frameworks", "aleph", "m_half", 1.0)
