@@ -81,6 +81,7 @@ def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) 
         candidate.precision,
         candidate.document_tokens,
         candidate.flash_attention,
+        candidate.compile,
         candidate.engine,
     )
     found = facts.activations.get(key)
@@ -117,7 +118,8 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
     if candidate.precision == "nvfp4" and not engine.keeps_fp4_products:
         kept = residual + attention.output
         return LayerActivations(kept, max(0.0, plain - kept), gradients)
-    share = engine.selective_share
+    eager = None if candidate.compile else engine.eager_selective_share
+    share = engine.selective_share if eager is None else eager
     kept = residual + share * (attention.products + inner_products + 2 * _branch_output(candidate, facts))
     return LayerActivations(kept, max(0.0, plain - residual - share * (attention.products + inner_products)), gradients)
 

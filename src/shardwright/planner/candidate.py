@@ -67,6 +67,16 @@ class Engine:
     """Per element of a frozen matrix in NF4: 4 bits, and an fp32 scale per block of 64."""
     casts_at_use: bool = True
     """Replicated weights are cast to the compute precision at each use, and the copies are kept for the backward pass."""
+    summed_apart: bool = False
+    """Where gradients are summed in fp32, those in half precision stay beside their sums."""
+    fresh_gradient_bytes: float = 0.0
+    """Of a micro-batch's own gradients, which are there beside what they are then added to. Few find room in what activations
+    leave."""
+    gradients_apart: bool = False
+    """Shards of gradients are made in the stream of their reduction, whose allocations take no room that activations leave."""
+    update_bytes: float = 0.0
+    """Of gradients that the update copies before it reads them, in one tensor: room of its own, too. Per element that the rank
+    updates."""
     whole_gradients: bool = False
     """zero_stage 1 holds whole gradients even without accumulation (buffers that live as long as the run)."""
     gated_tensors: float = 3.0
@@ -79,8 +89,15 @@ class Engine:
     """Copies of queries and keys that the rotation keeps."""
     selective_share: float = 1.0
     """Of the results of products and attention, how much `recompute: selective` keeps; torchtitan keeps every second product's."""
+    eager_selective_share: float | None = None
+    """The same where nothing is compiled; None: alike."""
     keeps_gathered_sequence: bool = True
     """Under sequence parallelism the gathered input of the column-cut products is kept, rather than gathered again."""
+    sequence_buffers: float = 0.0
+    """Gathered sequences for which sequence parallelism keeps a buffer as long as the run."""
+    waiting_sequences: float = 0.0
+    """Gathered sequences whose room waits for another stream before it is given away again: the host runs ahead of the device by so
+    many. Where memory is full it waits instead."""
     score_bytes: float | None = None
     """Moved per attention score where no fused attention kernel keeps scores on the chip; None: spelled out, in
     fp32 with casts."""
@@ -96,6 +113,8 @@ class Engine:
     """Whole weights are loaded on every rank before they are sharded, and the allocator never gives that room back."""
     node_dispatch: bool = False
     """Tokens that several experts of one node wait for cross to that node once (DeepEP, HybridEP)."""
+    whole_experts: bool = False
+    """Experts lie over the tensor-parallel ranks, too, none of them cut; each rank sends the rows of its part of the sequence."""
     stage_rule: StageRule = "weighed"
     """How layers are dealt to pipeline stages."""
     defers_stage_2: bool = False

@@ -25,8 +25,10 @@ class Framework:
     """
 
     engine: Engine
-    engine_of_one_stage: Engine | None = None
-    """Where it keeps other things without a pipeline."""
+    earlier: Engine | None = None
+    """What the release held with which the earlier of its published rows were made (`_made_earlier`), without a pipeline."""
+    earlier_pipelined: Engine | None = None
+    """The same in a pipeline, whose sends keep the host from running as far ahead."""
     since_2025: Engine | None = None
     """Where the releases that run on the accelerators of 2025 (H200, Blackwell) keep other things than those before."""
     zero_stage: ZeroStage = 1
@@ -51,8 +53,24 @@ _FUSED_SOFTMAX_BYTES = 13.0
 """Megatron's kernel scales, masks and normalises at once: scores written and read, weights written, read and written by dropout
 with a byte of its mask, and read by the second product; all in half precision."""
 
-# fp32 gradients are summed beside bf16 ones that live until the step.
-_NANOTRON = replace(_MIXED, name="nanotron", stage_rule="running_sum", gradient_bytes=6.0, reduce_bytes=4.0, whole_gradients=True)
+# Gradients are summed in fp32 when a micro-batch's bf16 ones are whole (optim/gradient_accumulator.py). The activation of a gate is
+# kept beside gate and up; gathered inputs and gathered gradients have a buffer each, as long as the run
+# (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials (models/llama.py). A norm keeps as much
+# again as its input and output by what rows take that differ in micro batch and depth.
+_NANOTRON = replace(
+    _MIXED,
+    name="nanotron",
+    stage_rule="running_sum",
+    gradient_bytes=4.0,
+    fresh_gradient_bytes=2.0,
+    reduce_bytes=4.0,
+    whole_gradients=True,
+    gated_tensors=4.0,
+    norm_tensors=4.0,
+    logit_bytes=10.0,
+    sequence_buffers=2.0,
+    keeps_gathered_sequence=False,
+)
 
 _TORCHTITAN = Engine(
     "torchtitan",
@@ -68,13 +86,13 @@ _TORCHTITAN = Engine(
 
 FRAMEWORKS: dict[str, Framework] = {
     "nanotron": Framework(
-        # Beside what a block must keep: turned queries and keys twice, normed inputs once more. Without a pipeline also the inputs
-        # that sequence parallelism gathers, which pipelined blocks gather again.
-        replace(_NANOTRON, keeps_gathered_sequence=False, rotary_tensors=2.0, norm_tensors=3.0, logit_bytes=14.0),
-        engine_of_one_stage=replace(_NANOTRON, rotary_tensors=2.0, norm_tensors=3.0, logit_bytes=14.0),
+        _NANOTRON,
+        earlier=replace(_NANOTRON, waiting_sequences=56.0),
+        earlier_pipelined=replace(_NANOTRON, waiting_sequences=26.0),
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": Framework(
+        # Sums in fp32 go with bf16, but NVIDIA's performance recipes turn them off (`engine_of`).
         replace(_MIXED, name="megatron-core", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, node_dispatch=True),
         recompute_varies=True,
         interleaves=True,
@@ -89,10 +107,14 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "megatron-deepspeed": Framework(
+        # The step flattens a shard's gradients and casts them to fp32 (runtime/zero/stage_1_and_2.py), in one tensor each. Its
+        # BF16_Optimizer keeps bf16 gradients beside their fp32 sums.
         replace(
             _MIXED,
             name="megatron-deepspeed",
             gradient_bytes=2.0,
+            summed_apart=True,
+            update_bytes=6.0,
             reduce_bytes=2.0,
             whole_gradients=True,
             score_bytes=_FUSED_SOFTMAX_BYTES,
@@ -182,15 +204,34 @@ def name_framework(*texts: str) -> str | None:
     return None
 
 
+_PERFORMANCE_RECIPES = r"nemo|megatron-bridge|dgxc"
+"""Tables of NVIDIA's, whose recipes set `grad_reduce_in_fp32 = False` (scripts/performance of NeMo and of Megatron-Bridge)."""
+
+
 def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, accelerator: Accelerator) -> Engine:
     """How the row's trainer keeps things: its release's habits, and what the row's notes say of them."""
     recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
-    special = (framework.since_2025 if recent else None) or (framework.engine_of_one_stage if layout.pp == 1 else None)
+    special = (framework.since_2025 if recent else None) or (
+        (framework.earlier if layout.pp == 1 else framework.earlier_pipelined) if _made_earlier(layout) else None
+    )
     engine = special or framework.engine
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:
         engine = replace(engine, norm_tensors=2.0)  # one fused kernel keeps its input and its output
+    if engine.name == "megatron-core" and re.search(_PERFORMANCE_RECIPES, f"{row['notes.framework']} {row['source']}".lower()):
+        engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
     if row["notes.gradients"] and engine.gradient_bytes:
-        engine = replace(engine, gradient_bytes=4.0, reduce_bytes=4.0)
+        beside = engine.gradient_bytes if engine.summed_apart else 0.0
+        engine = replace(engine, gradient_bytes=4.0 + beside, reduce_bytes=4.0)
     return engine
+
+
+def _made_earlier(layout: Layout) -> bool:
+    """Whether a row of nanotron's table was made before gathered sequences had buffers of their own.
+
+    The table was made in two rounds: scripts/scaling_benchmarks.py leaves out what the first has, but for pipelines that are older
+    than a certain job. By the memory of its rows, pipelines of more than two stages on up to 128 GPUs were not made again, but for
+    those with tensor parallelism over four nodes, which the first round did not have.
+    """
+    return layout.pp == 1 or (layout.pp > 2 and layout.tp <= 16 and layout.world_size <= 128)

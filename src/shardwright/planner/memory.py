@@ -44,6 +44,8 @@ class Standing(NamedTuple):
     """What accumulates from micro-batch to micro-batch: whole, or sharded, as the stage has it."""
     reduced: float
     """The rank's shard of their sum, beside whole ones that it was made from."""
+    fresh: float
+    """Of one micro-batch, before they are added to those."""
     updated: float
     """What the update reads of them."""
     optimizer: float
@@ -66,7 +68,24 @@ def predict_memory(
     )
     peak = max(moments, key=lambda parts: parts.total)
     driver = efficiency.context_bytes + efficiency.communicator_bytes * _num_groups(candidate)
-    return replace(peak, reserve=efficiency.reserve_share * peak.total + efficiency.reserve_bytes, driver=driver)
+    reserve = efficiency.reserve_share * peak.total + efficiency.reserve_bytes + _apart(candidate, standing, live, peak)
+    return replace(peak, reserve=reserve, driver=driver)
+
+
+_REUSED = 0.1
+"""Of what a micro-batch's activations leave, what its gradients find room in: blocks are of other sizes, and in use meanwhile."""
+
+
+def _apart(candidate: Candidate, standing: Standing, live: _Live, peak: MemoryParts) -> float:
+    """Bytes that the allocator asks for after the peak, because nothing that was let go of is large enough, or of that stream."""
+    engine, trained = candidate.engine, standing.trained
+    sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
+    later = max(0.0, standing.gradients - peak.gradients) if engine.gradients_apart and sharded else 0.0
+    fresh = max(0.0, standing.gradients + standing.fresh - peak.gradients) if standing.fresh else 0.0
+    if fresh:
+        fresh *= fresh / (fresh + _REUSED * live.per_pass)
+    copied = engine.update_bytes * (trained.shard if candidate.layout.zero_stage else trained.whole)
+    return later + fresh + copied
 
 
 def updated_gradients(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
@@ -142,7 +161,8 @@ def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Sta
     elif candidate.offload == "parameters":
         weights, optimizer, gradients, reduced, updated = 0.0, 0.0, 0.0, 0.0, 0.0
     at_loss = weights + optimizer + _gradients_at_loss(candidate, gradients)
-    standing = Standing(weights, gradients, reduced, updated, optimizer, held, trained, at_loss)
+    fresh = trained.whole * engine.fresh_gradient_bytes
+    standing = Standing(weights, gradients, reduced, fresh, updated, optimizer, held, trained, at_loss)
     if stage == 0 or layout.fsdp == 1:
         return standing  # copies in the compute precision are the business of the micro-batches in flight
     return standing._replace(at_loss=at_loss + _gathered(facts, candidate, load, standing, root=False))
@@ -254,6 +274,9 @@ def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _L
         message = residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
         ends += (load.num_stages - load.head) * message
         messages = load.num_stages * message
+    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
+        gathered = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+        messages += (candidate.engine.sequence_buffers + candidate.engine.waiting_sequences) * gathered
     return _Live(kept + ends, shared_tables(facts, candidate), messages, largest, rebuilt, gradients)
 
 
@@ -357,7 +380,7 @@ def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, stand
     return MemoryParts(
         weights=standing.weights,
         optimizer=standing.optimizer,
-        gradients=standing.gradients + standing.reduced,
+        gradients=standing.gradients + standing.reduced + standing.fresh,
         activations=kept + live.rebuilt + live.gradients + live.largest,
         gathered=_gathered(facts, candidate, load, standing, root=False),
         workspaces=workspaces,

@@ -87,5 +87,9 @@ def choices(case: Case) -> Iterator[Candidate]:
     sizes = [stated.micro_batch_size] if case.micro_batch_stated else [m for m in MICRO_BATCHES if per_rank % m == 0] or [1]
     for size in sizes:
         steps = max(1, per_rank // size)
-        if not stated.layout.virtual_stages or steps % stated.layout.pp == 0:
-            yield replace(stated, micro_batch_size=size, gradient_accumulation_steps=steps)
+        if stated.layout.virtual_stages and steps % stated.layout.pp:
+            continue
+        chosen = replace(stated, micro_batch_size=size, gradient_accumulation_steps=steps)
+        yield chosen
+        if chosen.engine.waiting_sequences:
+            yield replace(chosen, engine=replace(chosen.engine, waiting_sequences=0.0))
