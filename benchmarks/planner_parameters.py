@@ -13,6 +13,7 @@ UNITS = {
     "data_overlap": 0.3,
     "tensor_overlap": 0.3,
     "expert_overlap": 0.3,
+    "near_expert_overlap": 0.3,
     "straggler_share": 0.03,
     "reserve_share": 0.1,
 }
@@ -112,17 +113,20 @@ OTHERS = (
         Parameter("features", f"megatron-core on {name}", "host_seconds", 2e-6, 2e-4)
         for name in ("Hopper", "B200-180GB-SXM", "B300-270GB-SXM", "GB200-186GB", "GB300-279GB")
     ),
-    # Sparse layers, by release of NeMo: grouped products, permutation and graphs came one after another.
+    # Sparse layers: what the host has to start, what is sent beside compute, grouped products by kernel and precision, and routing
+    # in operations of its own.
     Parameter("frameworks", "megatron-core", "sparse_operations", 1.0, 6.0),
-    *(Parameter("features", f"nemo-{release}", "sparse_operations", 1.0, 25.0) for release in ("25.05", "25.09", "25.11", "26.02")),
-    Parameter("frameworks", "megatron-core", "expert_overlap", 0.01, 0.95),
+    Parameter("frameworks", "megatron-core", "expert_overlap", 0.0, 0.95),
+    Parameter("features", "fused experts", "near_expert_overlap", 0.0, 0.95),
+    Parameter("features", "latent_experts", "expert_overlap", 0.3, 0.98),
+    Parameter("features", "latent_experts", "near_expert_overlap", 0.3, 0.98),
     Parameter("frameworks", "megatron-core", "expert_share", 0.3, 1.0),
-    *(
-        Parameter("features", f"nemo-{release}", "expert_share", 0.05, 1.0)
-        for release in ("25.05", "25.09", "25.11", "26.02", "26.04", "26.06", "26.08")
-    ),
-    # Grouped products in 4-bit floats, and all that stays in 8 bits beside them.
+    Parameter("features", "fp8 experts", "expert_share", 0.2, 1.2),
     Parameter("features", "nvfp4 experts", "expert_share", 0.1, 1.0),
+    Parameter("features", "fused experts", "expert_share", 0.3, 1.2),
+    Parameter("features", "biased experts", "expert_share", 0.2, 1.0),
+    Parameter("features", "token dropping", "expert_share", 0.2, 1.0),
+    Parameter("features", "unfused routing", "routing_seconds", 1e-8, 1e-5),
     Parameter("features", "nvfp4 experts", "matmul_share_by_precision", 0.05, 0.98, "nvfp4"),
     # What scans of state spaces, and their convolutions, reach of the pace of the attention that stands in for them.
     Parameter("features", "hybrid", "attention_forward_share", 0.02, 0.75),
@@ -195,7 +199,8 @@ NANOTRON = {
     "hop_seconds": 5e-5,
     "host_seconds": 7e-5,
 }
-LATENT = {"latent_experts": {"expert_overlap": 0.75}}  # three quarters of the traffic that the shape would have are not sent
+LATENT = {"latent_experts": {"expert_overlap": 0.75, "near_expert_overlap": 0.75}}  # three quarters of the rows are not sent
+ROUTING = {"unfused routing": {"routing_seconds": 2e-7}}  # what single rows show of NeMo's boards of eight around the turn of 2026
 CPU = {
     "runs_on_host": True,
     "host_seconds": 1.5e-5,
@@ -211,5 +216,5 @@ CPU = {
 }
 """Of our own runs on CPU cores over gloo, not fitted: docs/doctor.md says on what. Element-wise operations in bf16 reach a
 sixth of a copy's pace; gloo's threads send with the very cores that compute, so that nothing hides."""
-START = Efficiencies({"accelerators": {"cpu": CPU}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT})
+START = Efficiencies({"accelerators": {"cpu": CPU}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT | ROUTING})
 """Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""

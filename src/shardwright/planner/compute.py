@@ -69,10 +69,15 @@ class Rates:
             self.bytes_per_second = cluster.profile.memory_bytes_per_second
             self.update_bytes_per_second = cluster.profile.memory_bytes_per_second
         self.operand_bytes = {"fp8": 1, "fp4": 1, "fp32": 4, "fp64": 8}.get(self.precision, 2)
+        self.narrow = precision in _PEAKS
+        """Whether blocks multiply in fewer bits than the head and all else, which stay in bf16."""
+        self._wide = Rates(cluster, efficiency, "bf16") if self.narrow else self
         self._products: dict[tuple[float, float, float], float] = {}
 
-    def product(self, m: float, n: float, k: float) -> float:
-        """Seconds of [m, k] x [k, n]."""
+    def product(self, m: float, n: float, k: float, *, wide: bool = False) -> float:
+        """Seconds of [m, k] x [k, n]; `wide` in bf16 where blocks multiply in fewer bits."""
+        if wide and self.narrow:
+            return self._wide.product(m, n, k)
         key = (m, n, k)
         found = self._products.get(key)
         if found is None:
@@ -105,6 +110,14 @@ class Rates:
         """Seconds to read and write so many bytes."""
         return num_bytes / self.bytes_per_second
 
+    def elementwise(self, num_bytes: float, tokens: float, width: int, *, backward: bool) -> float:
+        """Seconds of operations between products that read and write so many bytes, on tensors of `tokens` x `width`; at a copy's
+        pace where nothing was measured."""
+        profile, rate = self.cluster.profile, None
+        if profile is not None:
+            rate = profile.elementwise_bytes_per_second(self.attention_precision, max(1, round(tokens)), width, backward=backward)
+        return num_bytes / (self.bytes_per_second if rate is None else rate)
+
     def attention(self, flops: float, row_tokens: float, head_dim: int, *, backward: bool) -> float:
         """Seconds of the fused kernel for so many FLOPs."""
         efficiency, rate = self.efficiency, None
@@ -135,9 +148,15 @@ def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rate
     moved_forward, moved_backward = _moved_bytes(facts, kind, candidate)
     moved_share = efficiency.bytes_share * (efficiency.compiled_bytes_share if candidate.compile else 1.0)
     moved_forward, moved_backward = moved_forward * moved_share, moved_backward * moved_share
-    light = rates.moved(moved_forward)
-    forward += attention_forward + light
-    backward = inputs + weights + attention_backward + rates.moved(moved_backward)
+    tensor = residual_tokens(candidate), facts.shape.hidden_size
+    light = rates.elementwise(moved_forward, *tensor, backward=False)
+    quantised_forward, quantised_backward = _quantised_bytes(facts, kind, candidate) if rates.narrow else (0.0, 0.0)
+    forward += attention_forward + light + rates.moved(quantised_forward)
+    backward = inputs + weights + attention_backward + rates.elementwise(moved_backward, *tensor, backward=True)
+    backward += rates.moved(quantised_backward)
+    if kind.shape.sparse and efficiency.routing_seconds:
+        routing = efficiency.routing_seconds * _sent_rows(facts, candidate)
+        forward, backward = forward + routing / 2, backward + routing / 2
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
     host_forward, host_backward = host * sparse * _OPERATIONS_FORWARD, host * sparse * _OPERATIONS_BACKWARD
@@ -145,6 +164,18 @@ def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rate
         forward, backward, host_forward, host_backward = forward + host_forward, backward + host_backward, 0.0, 0.0
     recompute = {"none": 0.0, "full": forward, "selective": light}[candidate.recompute]
     return LayerSeconds(forward, backward, recompute, weights, attention_forward, attention_backward, host_forward, host_backward)
+
+
+def expert_spread(candidate: Candidate) -> int:
+    """Over how many tensor-parallel ranks a trainer spreads whole experts, where another cuts each of them: 1 where it does not."""
+    return candidate.layout.tp if candidate.engine.whole_experts else 1
+
+
+def _sent_rows(facts: ModelFacts, candidate: Candidate) -> float:
+    """Rows that the rank sends to experts, and is sent."""
+    experts = facts.shape.experts
+    assert experts is not None
+    return micro_batch_tokens(candidate) * experts.experts_per_token / expert_spread(candidate)
 
 
 def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[tuple[Product, float]]:
@@ -155,7 +186,8 @@ def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[
         experts = facts.shape.experts
         assert experts is not None
         held = experts.num_experts / candidate.layout.ep
-        # Rows of all ranks that share the experts, spread evenly over those held here.
+        # Rows of all ranks that share the experts, spread evenly over those held here. Where tensor-parallel ranks hold whole
+        # experts, each has fewer of them and is sent as many rows for each.
         rows = tokens * experts.experts_per_token / held
         found += [(product, rows) for product in kind.expert_products]
     return found
@@ -167,23 +199,26 @@ def _copies(facts: ModelFacts, kind: LayerKind, product: Product, candidate: Can
         return 1.0
     experts = facts.shape.experts
     assert experts is not None
-    return experts.num_experts / candidate.layout.ep
+    return experts.num_experts / (candidate.layout.ep * expert_spread(candidate))
 
 
 def _product_seconds(product: Product, rows: float, candidate: Candidate, rates: Rates) -> tuple[float, float, float]:
     """Seconds of the product, of its input's gradient, and of its weight's."""
     tp = candidate.layout.tp
     num_in, num_out = float(product.num_in), float(product.num_out)
+    if product.cut in ("expert_columns", "expert_rows") and expert_spread(candidate) > 1:
+        tp = 1
     if product.cut in ("columns", "vocabulary", "expert_columns"):
         num_out /= tp
     elif product.cut in ("rows", "expert_rows"):
         num_in /= tp
     # A vocabulary is padded by most trainers, whatever a table says of it.
     share = 1.0 if product.cut == "vocabulary" else rates.fitting(num_in, num_out)
+    wide = product.role in ("head", "router")
     return (
-        rates.product(rows, num_out, num_in) / share,
-        rates.product(rows, num_in, num_out) / share,
-        rates.product(num_out, num_in, rows) / share,
+        rates.product(rows, num_out, num_in, wide=wide) / share,
+        rates.product(rows, num_in, num_out, wide=wide) / share,
+        rates.product(num_out, num_in, rows, wide=wide) / share,
     )
 
 
@@ -222,11 +257,44 @@ def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     if experts is not None:
         rows = tokens * experts.experts_per_token
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
-        sent = rows * shape.hidden_size  # gathered, weighted and added back
+        sent = _sent_rows(facts, candidate) * shape.hidden_size  # gathered, weighted and added back
+        if experts.expert_bias:
+            # Biases added to rows and a clamped gate are operations of their own: they read and write some nine tensors of the
+            # inner width going forward, twice as many coming back, and two of the model's.
+            sent += sent / 3
+            inner += rows * experts.intermediate_size / tp * 1.8
     gated = shape.gated or experts is not None
     forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * sent
     backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * sent
     return forward * size, backward * size
+
+
+_QUANTISED_BYTES = 4.0
+"""Of each element that a product in fewer bits takes in: read in bf16, written once along its rows and once along its columns, for
+the pass that transposes it."""
+_FIRST_OF_INPUT = ("query", "qkv", "gate", "gate_up", "attention_out", "down", "query_latent", "key_value", "projection")
+"""Roles whose input no product before them has quantised: keys and values take the queries', up the gate's."""
+
+
+def _quantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+    """Bytes that a layer moves to make operands of fewer bits: inputs in the forward pass, gradients of outputs in the backward
+    pass. Weights are quantised once a step and are not counted."""
+    tp = candidate.layout.tp
+    forward = backward = 0.0
+    for product, rows in _products(facts, kind, candidate):
+        if product.role == "router":
+            continue
+        elements = rows * _copies(facts, kind, product, candidate)
+        width_in, width_out = float(product.num_in), float(product.num_out)
+        whole = product.cut.startswith("expert") and expert_spread(candidate) > 1
+        if not whole and product.cut in ("columns", "expert_columns"):
+            width_out /= tp
+        elif not whole and product.cut in ("rows", "expert_rows"):
+            width_in /= tp
+        if product.role in _FIRST_OF_INPUT or product.cut.startswith("expert"):
+            forward += elements * width_in
+        backward += elements * width_out
+    return forward * _QUANTISED_BYTES, backward * _QUANTISED_BYTES
 
 
 def weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:

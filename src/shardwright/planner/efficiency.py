@@ -29,6 +29,9 @@ class Efficiency:
     """Where it, or a head in attention that is spelled out, is no multiple of 8: tensor cores do not take it."""
     expert_share: float = 1.0
     """Of a product's rate, what experts' products reach with routing, sorting and uneven sizes counted in."""
+    routing_seconds: float = 0.0
+    """Of each row that is sent to an expert, both passes, what choosing and ordering rows takes beyond moving them: nothing where
+    one kernel does it."""
     sparse_operations: float = 1.6
     """Operations of a sparse layer over those of a dense one: what the host has to start."""
     attention_forward_share: float = 0.55
@@ -73,6 +76,9 @@ class Efficiency:
     tensor_overlap: float = 0.0
     context_overlap: float = 0.90
     expert_overlap: float = 0.0
+    """Of what experts are sent where they lie over several domains."""
+    near_expert_overlap: float = 0.0
+    """The same within one domain, whose links are so quick that most trainers wait for it."""
     pipeline_overlap: float = 0.0
     contention: float = 0.08
     """By how much compute slows down while traffic runs beside it: the collectives' kernels and memory traffic."""

@@ -1,6 +1,6 @@
 """Published rows -> what the planner predicts from: shape, candidate, cluster, trainer. Torch-free.
 
-A row is read through `configuration`, which keeps the configuration columns and, of `notes`, the keys named in `NOTE_KEYS`.
+A row is read through `configuration`, which keeps the configuration columns and, of `notes`, the keys of `planner.notes`.
 Everything else (throughput, times, memory, utilisation, `verification`, ids, and every other word of the notes, among them those
 that tell how a run ended) is blanked there, before anything reads it.
 """
@@ -11,18 +11,20 @@ import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Literal
 
 from shardwright.architecture import ModelShape
 from shardwright.config.schema import RecomputeKind
-from shardwright.errors import DataError
+from shardwright.errors import DataError, InputError
 from shardwright.hardware import Cluster, find_node, parse_cluster
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Adapter, Candidate, Precision
+from shardwright.planner.candidate import Adapter, Candidate, Offload, OptimizerKind, Precision, Reference
 from shardwright.planner.frameworks import FRAMEWORKS, Framework, engine_of, name_framework
 from shardwright.planner.named_models import has_latent_experts, is_hybrid, shape_of_row
+from shardwright.planner.notes import fill_from_notes, read_notes
+from shardwright.planner.sparse_recipes import expert_features, expert_parallel, with_prediction_layer
 from shardwright.planner.spelling import spell_number, spell_row
 
 CONFIGURATION = (
@@ -33,34 +35,6 @@ CONFIGURATION = (
 )  # fmt: skip
 """Columns that are read. `source` names the trainer and its release only, and `mem_metric` which of a prediction's totals is
 written down."""
-
-NOTE_KEYS: dict[str, str] = {
-    "framework": (
-        r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale|^ZeRO-3)"
-    ),
-    "kernel": r"kernel=([\w. +]+?)(?:;|$)",
-    "embeddings": r"\b(tied|untied) embeddings",
-    "mixed_precision": r"mixed_precision=(\w+)",
-    "local_batch": r"local batch (\d+)",
-    "grad_accum": r"grad_accum=(\d+)",
-    "expert_width": r"MoE expert FFN=(\d+)",
-    "async_tp": r"(AsyncTP|TP-comm overlap)",
-    "scaling": r"\b(rowwise|tensorwise|MXFP8|NVFP4|FP8-CS|FP8-MX)\b",
-    "schedule": r"((?i:interleaved))(?: 1F1B| schedule)",
-    "selective": r"(op-level SAC|selective op AC|selective layer AC|selective AC)",
-    "model_parallel": r"model-parallel size t\*p=(\d+)",
-    "quantization": r"quantization=(bnb\.nf4(?:-dq)?)",
-    "trainable": r"trainable ([\d,]+)",
-    "lora": r"(?:^|; )(LoRA)(?:;|$)",
-    "gradients": r"(fp32 grad accumulation)",
-    "packed": r"(packed sequences)",
-    "offload": r"(CPU offload)",
-    "fabric": r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
-    "half_weights": r"(bf16-true)",
-    "muon": r"(Muon)",
-    "release": r"\b(2\d\.\d\d)(?:\.\d+)? NeMo",
-}
-"""What is read of `notes`: a kernel, a trainer and its settings, by patterns whose first group is the value."""
 
 MemoryMetric = Literal["allocated", "reserved", "device"]
 
@@ -86,19 +60,17 @@ class Case:
 
 
 def configuration(row: Mapping[str, str]) -> dict[str, str]:
-    """The row without what came of it: configuration columns as they are, notes reduced to `NOTE_KEYS`, all else gone.
+    """The row without what came of it: configuration columns as they are, notes reduced to their keys, all else gone.
 
     >>> configuration({"gpu": "H100", "notes": "OOM; kernel=torch; great", "step_time_s": "3"})["notes.kernel"]
     'torch'
     """
     kept = {name: (row.get(name) or "").strip() for name in CONFIGURATION}
     notes = row.get("notes") or ""
-    for key, pattern in NOTE_KEYS.items():
-        found = re.search(pattern, notes)
-        kept[f"notes.{key}"] = found[1].strip() if found else ""
+    kept |= {f"notes.{key}": value for key, value in read_notes(notes).items()}
     if not kept["notes.release"] and (found := re.search(r"dgxc-benchmarking@v(2\d\.\d\d)", kept["source"])):
         kept["notes.release"] = found[1]
-    return spell_row(kept)
+    return fill_from_notes(spell_row(kept))
 
 
 def read_cases(path: str | Path) -> Iterator[Case]:
@@ -132,7 +104,13 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def read_case(name: str, row: Mapping[str, str]) -> Case:
-    """One row, already reduced to its configuration, in the planner's terms."""
+    """One row, already reduced to its configuration, in the planner's terms.
+
+    Raises:
+        InputError: an accelerator, a precision, a model or a task that is not predicted, by name.
+    """
+    if row["task"] == "rollouts":
+        raise InputError("steps that also generate text are not predicted", field="measurements.task", got=row["task"])
     named = name_framework(row["notes.framework"], row["source_group"], row["source"])
     trainer = named or _likely_framework(row)
     if trainer == "megatron-lm" and "Hopper" in find_node(row["gpu"] or _UNNAMED).accelerator.generation:
@@ -145,6 +123,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         tied={"tied": True, "untied": False}.get(row["notes.embeddings"]),
         expert_width=_whole(row, "notes.expert_width"),
     )
+    shape = with_prediction_layer(row, shape)
     cluster = _cluster(row, framework)
     layout = _layout(row, framework, shape, cluster)
     if framework.engine.stage_rule != "running_sum":
@@ -208,9 +187,10 @@ def _fabric(note: str) -> str | None:
 
 
 def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, cluster: Cluster) -> Layout:
-    tp, pp = _model_parallel(row, shape, cluster)
-    cp, ep = _whole(row, "cp") or 1, _whole(row, "ep") or 1
+    tp, pp = _model_parallel(row, framework, shape, cluster)
+    cp = _whole(row, "cp") or 1
     data = max(1, cluster.num_gpus // (tp * pp * cp))
+    ep, _ = expert_parallel(row, _whole(row, "ep") or 1, tp, data * cp)
     stated = row["zero_stage"]
     stage = int(stated) if stated in ("0", "1", "2", "3") else framework.zero_stage
     stage = 1 if stage == 0 and (ep > 1 or cp > 1) else stage
@@ -222,18 +202,25 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
         virtual = max(virtual, _usual_stages(shape.num_layers, pp))
     interleaved = pp > 1 and virtual > 1
     sequence_parallel = {"yes": True, "no": False}.get(row["sequence_parallel"], framework.sequence_parallel)
+    replicas = _replicas(row, data, tp, cluster) if stage else data
     return Layout(
-        dp_replicate=1 if stage else data,
-        dp_shard=data if stage else 1,
+        dp_replicate=replicas,
+        dp_shard=data // replicas,
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=gcd(ep, data * cp),  # where experts also lie over the tensor-parallel ranks, tp cuts each of them instead
+        ep=ep,
         zero_stage=stage,  # type: ignore[arg-type]
         sequence_parallel=sequence_parallel and tp > 1,
         schedule="interleaved_1f1b" if interleaved else "1f1b",
         virtual_stages=virtual if interleaved else None,
     )
+
+
+def _replicas(row: Mapping[str, str], data: int, tp: int, cluster: Cluster) -> int:
+    """Copies of the model where the row shards within a node only (HSDP), else one."""
+    within = max(1, cluster.gpus_per_node // tp)
+    return data // within if row["notes.within_node"] and data % within == 0 else 1
 
 
 def _usual_stages(num_layers: int, pp: int) -> int:
@@ -250,14 +237,17 @@ _HELD_BYTES = 6.0
 """Per parameter, between steps: a weight in half precision, and its gradient's sum in fp32."""
 
 
-def _model_parallel(row: Mapping[str, str], shape: ModelShape, cluster: Cluster) -> tuple[int, int]:
+def _model_parallel(row: Mapping[str, str], framework: Framework, shape: ModelShape, cluster: Cluster) -> tuple[int, int]:
     """Tensor and pipeline degrees; where only their product or the data degree is stated, tensor first, within a node.
 
-    Where nothing is stated, the least product that leaves weights, gradients and their sums half of the memory.
+    Where nothing is stated, one of each if the trainer shards parameters or trains adapters, else the least product that leaves
+    weights, gradients and their sums half of the memory.
     """
+    stage = row["zero_stage"] or str(framework.zero_stage)
+    sharded = stage in ("2", "3") or _adapter(row) is not None
     tp, pp, data = _whole(row, "tp"), _whole(row, "pp"), _whole(row, "dp")
     product = _whole(row, "notes.model_parallel") or (cluster.num_gpus // data if data else None)
-    if tp is None and pp is None and product is None:
+    if tp is None and pp is None and product is None and not sharded:
         wanted = shape.num_parameters * _HELD_BYTES / (0.5 * cluster.accelerator.memory_bytes)
         product = next((n for n in range(1, cluster.num_gpus + 1) if n >= wanted and cluster.num_gpus % n == 0), cluster.num_gpus)
     if tp is None and pp is None and product:
@@ -276,12 +266,14 @@ def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind:
 
 
 def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, micro: int, recompute: RecomputeKind) -> Candidate:
-    total = _whole(row, "global_batch") or micro * layout.data_ranks * layout.pp
+    total = _whole(row, "global_batch") or micro * layout.data_ranks * (_whole(row, "notes.grad_accum") or layout.pp)
     steps = max(1, round(total / (micro * layout.data_ranks)))
     if layout.virtual_stages and steps % layout.pp:
         # Interleaving wants whole rounds of micro-batches; a row that has none ran something else.
         layout = replace(layout, schedule="1f1b", virtual_stages=None)
     engine = engine_of(row, framework, layout, find_node(row["gpu"] or _UNNAMED).accelerator)
+    _, whole = expert_parallel(row, _whole(row, "ep") or 1, layout.tp, layout.fsdp)
+    engine = replace(engine, whole_experts=whole)
     return Candidate(
         layout=layout,
         sequence_length=_whole(row, "seq_len") or 2048,
@@ -290,10 +282,12 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
         precision=_precision(row),
         recompute=recompute,
         adapter=_adapter(row),
-        offload="optimizer" if row["notes.offload"] else "none",
+        offload=_offload(row),
+        optimizer=_optimizer(row["notes.optimizer"]),
+        reference=_reference(row),
         compile=row["compile"] == "yes",
         flash_attention={"yes": True, "no": False}.get(row["flash_attention"], framework.flash_attention),
-        loss_chunk_tokens=None,
+        loss_chunk_tokens=1024 if row["notes.chunked_loss"] else None,
         reduce_in_bf16=row["notes.mixed_precision"] == "PURE",
         engine=engine,
     )
@@ -305,17 +299,45 @@ def _precision(row: Mapping[str, str]) -> Precision:
     return row["precision"] or usual  # type: ignore[return-value]
 
 
-_QUERY_VALUE = ("query", "value")
+_ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
+_FEED_FORWARD = ("gate", "up", "down")
 
 
 def _adapter(row: Mapping[str, str]) -> Adapter | None:
-    """LoRA as the row's trainer has it by default: litgpt rank 8 on queries and values, NeMo rank 16 on all projections."""
-    if row["task"] not in ("lora", "qlora"):
+    """LoRA as the notes have it, else as the row's trainer has it: litgpt rank 8 on queries and values, others rank 16 on all."""
+    named = row["notes.adapter"].lower() if row["task"] != "pretrain" else ""
+    if row["task"] not in ("lora", "qlora") and not named:
         return None
-    quantised = row["task"] == "qlora" or bool(row["notes.quantization"])
+    quantised = row["task"] == "qlora" or named == "qlora" or bool(row["notes.quantization"])
     if row["notes.trainable"]:
-        return Adapter(rank=8, roles=_QUERY_VALUE, quantised=quantised, unquantised=("query", "key", "value"))
-    return Adapter(rank=16, quantised=quantised)
+        return Adapter(rank=8, roles=("query", "value"), quantised=quantised, unquantised=("query", "key", "value"))
+    rank = _whole(row, "notes.rank") or 16
+    targets = row["notes.targets"].lower()
+    if targets.startswith("mlp"):
+        return Adapter(rank, _FEED_FORWARD, quantised)
+    if targets and not targets.startswith("all"):
+        letters = "qkvo" if targets.startswith("att") else re.sub(r"_?proj|[^qkvo]", "", targets)
+        return Adapter(rank, tuple(role for letter, role in _ATTENTION.items() if letter in letters), quantised)
+    return Adapter(rank, quantised=quantised)
+
+
+def _optimizer(note: str) -> OptimizerKind:
+    """The notes' optimizer, by what it keeps of a parameter (Lion what momentum does); AdamW where they name none."""
+    word = note.lower()
+    for sign, kind in (("8", "adamw_8bit"), ("adafactor", "adafactor"), ("lion", "sgd_momentum"), ("muon", "muon"), ("sgd", "sgd")):
+        if sign in word:
+            return kind  # type: ignore[return-value]
+    return "adamw"
+
+
+def _offload(row: Mapping[str, str]) -> Offload:
+    note = row["notes.offload"].lower()
+    return "none" if not note else "parameters" if "param" in note or "inf" in note else "optimizer"
+
+
+def _reference(row: Mapping[str, str]) -> Reference:
+    """What a preference run is held to: the frozen model, or the model without its adapters."""
+    return "none" if row["task"] != "dpo" else "frozen" if _adapter(row) is None else "adapter_off"
 
 
 def _trainer_on(trainer: str, cluster: Cluster) -> tuple[str, ...]:
@@ -329,8 +351,7 @@ def _features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
     named.append("hybrid" if is_hybrid(row["model_name"]) else "")
     named.append("latent_experts" if has_latent_experts(row["model_name"]) else "")
     named.append("power_limited" if "power limited" in row["gpu"] else "")
-    named.append(f"nemo-{row['notes.release']}" if row["notes.release"] else "")
-    named.append("nvfp4 experts" if row["precision"] == "nvfp4" and shape.experts is not None else "")
+    named += expert_features(row, shape, find_node(row["gpu"] or _UNNAMED), hybrid=is_hybrid(row["model_name"]))
     return tuple(name for name in named if name)
 
 
@@ -338,6 +359,7 @@ def _metric(text: str) -> MemoryMetric:
     """Which total a row's memory is: the allocator's live bytes, what it reserves, or what the device's monitor shows."""
     if "nvidia-smi" in text:
         return "device"
-    if "reserved" in text or "torchtitan" in text:  # also where a source does not say which of the two it is
+    # Also where a source does not say which of the two it is; NeMo's "peak_memory_usage" is torch.cuda.max_memory_reserved.
+    if "reserved" in text or "torchtitan" in text or "peak_memory_usage" in text:
         return "reserved"
     return "allocated" if text else "device"

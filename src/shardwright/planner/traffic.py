@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shardwright.planner.activations import context_method, micro_batch_tokens
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.communication import Group, Network
-from shardwright.planner.compute import LayerSeconds
+from shardwright.planner.compute import LayerSeconds, expert_spread
 from shardwright.planner.facts import Held, LayerKind, ModelFacts
 
 
@@ -73,7 +73,7 @@ def layer_traffic(
         return NOTHING, NOTHING
     again = candidate.recompute != "none"
     tensor_forward, tensor_backward = _tensor(facts, candidate, network, groups["tp"])
-    expert = _expert(facts, kind, candidate, network, groups["ep"])
+    expert, expert_overlap = _expert(facts, kind, candidate, network, groups), _expert_overlap(candidate, network)
     context_forward, context_backward, hideable = _context(facts, candidate, network, groups["cp"])
     directions = []
     for tensor, context, experts, attention in (
@@ -87,7 +87,7 @@ def layer_traffic(
     ):
         hidden_tensor = tensor * efficiency.tensor_overlap
         hidden_context = min(context, attention) * efficiency.context_overlap if hideable else 0.0
-        hidden_expert = experts * efficiency.expert_overlap
+        hidden_expert = experts * expert_overlap
         directions.append(
             Traffic(
                 tensor - hidden_tensor,
@@ -149,22 +149,44 @@ def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: G
     return passed, passed + cp * network.send(neighbour, gradients), True
 
 
-def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: Network, group: Group) -> float:
-    experts = facts.shape.experts
-    if group.num_ranks == 1 or experts is None or not kind.shape.sparse:
+def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: Network, groups: dict[str, Group]) -> float:
+    """Seconds of one direction: rows to their experts, and what becomes of them back."""
+    experts, spread = facts.shape.experts, expert_spread(candidate)
+    if experts is None or not kind.shape.sparse or groups["ep"].num_ranks * spread == 1:
         return 0.0
+    group = Group(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
     per_row = facts.shape.hidden_size * candidate.activation_bytes
-    rows = micro_batch_tokens(candidate) * experts.experts_per_token
+    tokens, drawn = micro_batch_tokens(candidate) / spread, experts.experts_per_token
     if not candidate.engine.node_dispatch:
-        return 2 * network.all_to_all(group, rows * per_row)
+        return 2 * network.all_to_all(group, tokens * drawn * per_row)
+    gathered = 0.0
+    if candidate.layout.sequence_parallel and spread == 1:
+        # Each tensor-parallel rank sends the rows of its part of the sequence, and all that hold a part of an expert get all.
+        rows = tokens * drawn * per_row
+        gathered = network.all_gather(groups["tp"], rows) + network.reduce_scatter(groups["tp"], rows)
+        tokens /= candidate.layout.tp
+
+    def met(places: float) -> float:
+        """Of so many places with as many experts each, those that hold one of a token's."""
+        return places * (1 - (1 - 1 / places) ** drawn)
+
+    # A token goes once to each domain, and within it to each rank, that holds one of its experts: those that k draws hit, or
+    # those of the groups it may choose.
     domains = group.num_ranks / network.cluster.ranks_per_domain(group.num_ranks, group.stride)
-    # A token goes once to each domain that holds one of its experts: those that k draws hit, or those of the groups it may choose.
-    visited = domains * (1 - (1 - 1 / domains) ** experts.experts_per_token)
+    visited = met(domains)
     allowed = max(experts.groups_per_token * domains / experts.num_groups, min(domains, experts.groups_per_token))
     if experts.num_groups > 1:
         visited = min(visited, allowed)
-    crossing = micro_batch_tokens(candidate) * visited * (domains - 1) / domains * per_row
-    return 2 * network.dispatch(group, rows * per_row, crossing)
+    crossing = tokens * visited * (domains - 1) / domains * per_row
+    return gathered + 2 * network.dispatch(group, tokens * met(group.num_ranks) * per_row, crossing)
+
+
+def _expert_overlap(candidate: Candidate, network: Network) -> float:
+    """Share of that traffic that may run beside compute: another one where it leaves a domain than where it does not."""
+    layout, efficiency = candidate.layout, network.efficiency
+    reach = layout.ep * layout.tp
+    near = network.cluster.ranks_per_domain(reach, 1) == reach
+    return efficiency.near_expert_overlap if near else efficiency.expert_overlap
 
 
 @dataclass(frozen=True)
@@ -193,15 +215,13 @@ def data_traffic(
         everybody = Group(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
         total = network.all_reduce(everybody, (layers.whole + ends.whole) * reduce_size)
         buckets = max(1.0, (layers.whole + ends.whole) * reduce_size / layout.bucket_size_bytes)
-        total += (total > 0) * buckets * network.efficiency.handoff_seconds
+        total += (total > 0) * (buckets - 1) * network.handoff_seconds
         return DataTraffic(reduce=total, last=total / buckets)
 
     def over(held: Held, times: float, size: float, collective: str) -> float:
         call = getattr(network, collective)
         dense, expert = (held.whole - held.expert_whole) * size / times, held.expert_whole * size / times
-        dense_seconds, expert_seconds = float(call(groups["fsdp"], dense)), float(call(groups["efsdp"], expert))
-        num_calls = (dense_seconds > 0) + (expert_seconds > 0)
-        return times * (dense_seconds + expert_seconds + num_calls * network.efficiency.handoff_seconds)
+        return times * (float(call(groups["fsdp"], dense)) + float(call(groups["efsdp"], expert)))
 
     pieces = max(1, num_groups)
     return DataTraffic(

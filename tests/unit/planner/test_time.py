@@ -10,8 +10,9 @@ from shardwright.errors import InputError
 from shardwright.hardware.profile import CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
+from shardwright.planner.candidate import Engine
 from shardwright.planner.communication import Group, Network
-from shardwright.planner.compute import Rates
+from shardwright.planner.compute import Rates, end_seconds, layer_seconds
 from shardwright.planner.facts import ModelFacts
 from shardwright.planner.pipeline import StageSeconds, pipeline_of, simulate_stages
 from shardwright.schedule import Times, build_schedule
@@ -157,3 +158,45 @@ def test_what_a_host_does_around_collectives_is_counted_by_the_collective() -> N
 def test_widths_that_do_not_fill_tiles_or_that_tensor_cores_do_not_take_are_slower() -> None:
     rates = Rates(models.cluster(1), replace(IDEAL, uneven_share=0.5, odd_share=0.1), "bf16")
     assert [rates.fitting(*widths) for widths in ((128, 64), (128, 1800), (108, 128), (1728,))] == [1.0, 0.5, 0.1, 1.0]
+
+
+def test_operands_of_fewer_bits_are_made_of_wider_ones_and_the_head_keeps_its_width() -> None:
+    cluster = models.cluster(1)
+    accelerator = replace(cluster.accelerator, peak_flops_per_second={"bf16": 1e12, "fp8": 2e12, "fp32": 1e12})
+    facts, fast = ModelFacts(models.shape("llama")), replace(IDEAL, attention_forward_share=1.0, attention_backward_share=1.0)
+    seconds = {}
+    for precision in ("bf16", "fp8"):
+        rates = Rates(replace(cluster, accelerator=accelerator), fast, precision)
+        candidate = Candidate(Layout(), 512, 1, precision=precision)  # type: ignore[arg-type]
+        seconds[precision] = layer_seconds(facts, facts.kinds[0], candidate, rates), end_seconds(facts, candidate, rates)
+    (wide, wide_ends), (narrow, narrow_ends) = seconds["bf16"], seconds["fp8"]
+    assert wide_ends == narrow_ends
+    products = 2 * 512 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
+    # Inputs of queries (also keys' and values'), of the projection, of the gate (also up's), and of the down projection.
+    made = 4 * 512 * (256 + 256 + 256 + 704) / rates.bytes_per_second
+    assert wide.forward - narrow.forward == pytest.approx(products / 1e12 - products / 2e12 - made, rel=1e-6)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_whole_experts_multiply_as_much_as_cut_ones_in_wider_products(tp: int) -> None:
+    facts = ModelFacts(models.shape("qwen3_moe"))
+    kind = next(kind for kind in facts.kinds if kind.shape.sparse)
+    layout = Layout(dp_shard=4, tp=tp, ep=4, zero_stage=1, sequence_parallel=tp > 1)
+    whole, cut = (
+        layer_seconds(facts, kind, Candidate(layout, 512, 1, engine=engine), Rates(models.cluster(8), IDEAL, "bf16"))
+        for engine in (Engine(whole_experts=True), Engine())
+    )
+    assert whole.weight_gradient == pytest.approx(cut.weight_gradient)
+    assert (whole.forward < cut.forward) == (tp > 1), "each rank orders the rows of its part of the sequence"
+
+
+def test_rows_take_their_time_where_no_kernel_routes_them() -> None:
+    facts = ModelFacts(models.shape("qwen3_moe"))
+    candidate = Candidate(Layout(), 512, 2)
+    for kind in facts.kinds:
+        slow, quick = (
+            layer_seconds(facts, kind, candidate, Rates(models.cluster(1), replace(IDEAL, routing_seconds=seconds), "bf16"))
+            for seconds in (1e-3, 0.0)
+        )
+        expected = 1e-3 * 2 * 512 * 2 if kind.shape.sparse else 0.0
+        assert slow.total - quick.total == pytest.approx(expected), "two experts a token"

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from shardwright.layout import CpMethod, Layout
-from shardwright.planner.candidate import Candidate
-from shardwright.planner.communication import Group, groups_of
+from shardwright.planner import Efficiency
+from shardwright.planner.candidate import Candidate, Engine
+from shardwright.planner.communication import Group, Network, groups_of
 from shardwright.planner.facts import ModelFacts
-from shardwright.planner.traffic import _context
+from shardwright.planner.traffic import _context, _expert, _expert_overlap
 from tests.unit.planner import models
 
 TOKENS, ROWS = 128, 2
@@ -47,3 +48,57 @@ def test_context_parallelism_sends_what_real_ranks_were_seen_to_send(degree: int
     assert sent("all_gather") == pytest.approx((gathered, gathered * (1 + wide)))
     heads = 2 * ROWS * (TOKENS / degree) * (8 + 4) * 32 * size * (degree - 1) / degree
     assert sent("ulysses") == pytest.approx((heads, heads))
+
+
+RECIPES = Engine("recipes", node_dispatch=True)
+
+
+class Sending(Counting):
+    """Notes what an exchange sends: in all, and of that between domains."""
+
+    def __init__(self, per_node: int) -> None:
+        self.cluster = models.cluster(16, per_node=per_node)
+        self.sent: list[tuple[Group, float, float]] = []
+
+    def dispatch(self, group: Group, num_bytes: float, crossing_bytes: float) -> float:
+        self.sent.append((group, num_bytes, crossing_bytes))
+        return 0.0
+
+
+def exchange(layout: Layout, engine: Engine, per_node: int = 16) -> tuple[tuple[Group, float, float], float]:
+    """What a rank's rows take one way, and the seconds of all else."""
+    facts, network = ModelFacts(models.shape("qwen3_moe")), Sending(per_node)
+    kind = next(kind for kind in facts.kinds if kind.shape.sparse)
+    candidate = Candidate(layout, TOKENS, ROWS, engine=engine)
+    others = _expert(facts, kind, candidate, network, groups_of(layout))  # type: ignore[arg-type]
+    return network.sent[0], others
+
+
+def test_a_row_goes_once_to_each_rank_and_domain_that_holds_one_of_its_experts() -> None:
+    (group, sent, crossing), _ = exchange(Layout(dp_shard=4, ep=4, zero_stage=1), RECIPES, per_node=2)
+    token = ROWS * TOKENS * 256 * 2  # bf16
+    assert group == Group(4, 1)
+    assert sent == pytest.approx(token * 4 * (1 - 0.75**2)), "two draws from four ranks"
+    assert crossing == pytest.approx(token * 2 * (1 - 0.5**2) * 0.5), "two draws from two domains, one of them the own"
+
+
+def test_whole_experts_on_tensor_parallel_ranks_are_sent_a_part_of_the_sequence_by_each() -> None:
+    layout = Layout(dp_shard=4, tp=2, ep=4, zero_stage=1, sequence_parallel=True)
+    (group, sent, _), others = exchange(layout, Engine("recipes", node_dispatch=True, whole_experts=True))
+    (cut_group, cut_sent, _), cut_others = exchange(layout, RECIPES)
+    token = ROWS * TOKENS * 256 * 2
+    assert (group, cut_group) == (Group(8, 1), Group(4, 2))
+    assert sent == pytest.approx(token / 2 * 8 * (1 - (7 / 8) ** 2))
+    assert cut_sent == pytest.approx(token / 2 * 4 * (1 - (3 / 4) ** 2))
+    assert others == 0.0
+    assert cut_others == pytest.approx(2 * token * 2 / 2), (
+        "a cut expert's ranks gather each other's rows, and sum what comes of them"
+    )
+
+
+def test_rows_that_leave_a_domain_overlap_otherwise_than_those_that_stay() -> None:
+    efficiency = Efficiency(expert_overlap=0.5, near_expert_overlap=0.25)
+    layout = Layout(dp_shard=8, ep=8, zero_stage=1)
+    within, across = (Network(models.cluster(8, per_node=n), efficiency) for n in (8, 4))
+    assert _expert_overlap(Candidate(layout, TOKENS), within) == 0.25
+    assert _expert_overlap(Candidate(layout, TOKENS), across) == 0.5

@@ -1,0 +1,96 @@
+"""What is read of a row's notes: settings by patterns whose first group is the value, and nothing else. Torch-free.
+
+Notes also tell how a run ended. Of their words only those get past `read_notes` that one of the patterns names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from shardwright.planner.spelling import spell_recompute, spell_yes_no, spell_zero_stage
+
+_NOT = r"(?<!no )(?<!not )(?<!without )(?<!w/o )"
+_IS = r"\s*(?:=|:|\s|of)\s*"
+
+NOTE_KEYS: dict[str, str] = {
+    "framework": (
+        r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale|^ZeRO-3"
+        r"|(?i:\b(?:torchtitan|torchtune|lit-?gpt|llm-foundry|composer|megatron(?:-lm|-core)?|deepspeed|unsloth|axolotl|llama-?factory"
+        r"|trl|peft|hugging ?face|transformers|accelerate|colossal-?ai|olmo-core|primus|gpt-neox|fairscale|lightning)\b))"
+    ),
+    "kernel": r"kernel=([\w. +]+?)(?:;|$)",
+    "embeddings": r"\b(tied|untied) embeddings",
+    "mixed_precision": r"mixed_precision=(\w+)",
+    "local_batch": r"local batch (\d+)",
+    "micro_batch": (
+        r"(?i)(?:per[_ -]?(?:device|gpu)[_ -]?(?:train[_ -]?)?batch(?:[_ -]?size)?|(?:micro|device)[_ -]?batch(?:[_ -]?size)?|\bmbs"
+        rf"|batch(?:[_ -]?size)? per (?:gpu|device)){_IS}(\d+)"
+    ),
+    "grad_accum": rf"(?i)(?:grad(?:ient)?[_ -]?acc(?:um\w*)?(?:[_ -]?steps?)?|\bGAS?){_IS}(\d+)",
+    "expert_width": r"MoE expert FFN=(\d+)",
+    "async_tp": r"(AsyncTP|TP-comm overlap)",
+    "scaling": r"\b(rowwise|tensorwise|MXFP8|NVFP4|FP8-CS|FP8-MX)\b",
+    "schedule": r"((?i:interleaved))(?: 1F1B| schedule)",
+    "selective": r"(op-level SAC|selective op AC|selective layer AC|selective AC)",
+    "checkpointing": (
+        r"(?i)((?:no |without |w/o |full |selective )?(?:gradient|activation|grad)[_ -]?(?:checkpointing|checkpoints?|ckpt"
+        r"|recompute|recomputation)\b(?!\s+(?:settings?|not|un))(?:\s*[=:]\s*|\s+(?=(?:on|off|true|false|none|full|selective)\b))?(?:on|off|true|false|none|full|selective)?)"
+    ),
+    "attention": (
+        r"(?i)((?:no |without |w/o )?(?:flash[_ -]?att\w*(?:[ -]?[123])?|\bFA[- ]?[23]\b|\bsdpa\b|xformers"
+        r"|memory[- ]efficient attention)|eager attention)"
+    ),
+    "sharding": (
+        r"(?i)\b(ZeRO[- ]?(?:stage[- ]?)?[0-3]|(?:DeepSpeed|DS)[- ]?(?:stage|Z)[- ]?[0-3]|FULL_SHARD|SHARD_GRAD_OP|NO_SHARD"
+        r"|HYBRID_SHARD|HSDP|FSDP2?|DDP)\b"
+    ),
+    "within_node": r"(?i)\b(HSDP|HYBRID[_ ]SHARD\w*|hybrid shard\w*|MiCS|hpZ)\b",
+    "optimizer": (
+        r"(?i)\b((?:paged[_ ]?)?adamw?[_ -]?8[_ -]?bit|8[- ]?bit[ _-]?(?:adamw?|optimi[sz]er)|adafactor|lion|muon|sgd"
+        r"|(?:paged[_ ]?)?\w*adamw?\w*)\b"
+    ),
+    "model_parallel": r"model-parallel size t\*p=(\d+)",
+    "quantization": r"quantization=(bnb\.nf4(?:-dq)?)",
+    "trainable": r"trainable ([\d,]+)",
+    "adapter": rf"(?i){_NOT}\b(QLoRA|LoRA|DoRA|rsLoRA)\b",
+    "rank": r"(?i)\b(?:lora[_ -]?)?(?:r|rank|dim)\s*(?:=|:|\s)\s*(\d{1,4})\b",
+    "targets": (
+        r"(?i)(all[- ](?:linear|projections|modules)|(?:[qkvo](?:_proj)?\s*[,/+&]\s*)+[qkvo](?:_proj)?\b|\bqkvo?\b"
+        r"|(?:attention|attn)[- ]only|mlp[- ]only)"
+    ),
+    "gradients": r"(fp32 grad accumulation)",
+    "offload": (
+        rf"((?i:{_NOT}(?:CPU|optim\w*|param\w*|Adam|zero)[_ -]?offload\w*|offload[_ -]?(?:optim|param)\w*|ZeRO-(?:Off|Inf)\w*))"
+    ),
+    "chunked_loss": r"(?i)(liger|fused[- ]linear[- ]cross|cut[- ]cross[- ]entropy|chunked[- ](?:cross[- ]entropy|loss|CE)\b)",
+    "fabric": r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
+    "half_weights": r"(bf16-true)",
+    "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
+    "expert_tensor": r"\bETP=(\d+)",
+    "routing": r"\b(tokendrop)\b",
+    "without_prediction": r"(w/o MTP)",
+}
+"""What is read of `notes`: a kernel, a trainer and its settings, by patterns whose first group is the value."""
+
+
+def read_notes(notes: str) -> dict[str, str]:
+    """The value of every key of `NOTE_KEYS`, "" where the notes do not have it.
+
+    >>> found = read_notes("OOM; QLoRA r=64, all-linear; paged_adamw_8bit; no gradient checkpointing; mbs 2 x grad accum 8")
+    >>> [found[key] for key in ("adapter", "rank", "targets", "optimizer", "checkpointing", "micro_batch", "grad_accum")]
+    ['QLoRA', '64', 'all-linear', 'paged_adamw_8bit', 'no gradient checkpointing', '2', '8']
+    """
+    found = {key: re.search(pattern, notes) for key, pattern in NOTE_KEYS.items()}
+    return {key: match[1].strip() if match else "" for key, match in found.items()}
+
+
+def fill_from_notes(row: Mapping[str, str]) -> dict[str, str]:
+    """The row, spelled, with columns that it leaves empty as its notes have them."""
+    said = {
+        "recompute": spell_recompute(row["notes.checkpointing"]),
+        "zero_stage": spell_zero_stage(row["notes.sharding"]),
+        "flash_attention": spell_yes_no(row["notes.attention"]),
+        "micro_batch": row["notes.micro_batch"],
+    }
+    return {**row, **{column: row[column] or value for column, value in said.items()}}
