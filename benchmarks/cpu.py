@@ -2,14 +2,16 @@
 
     python -m benchmarks.cpu                      everything (10 to 15 minutes on two cores)
     python -m benchmarks.cpu --list               names of the comparisons and their contenders
-    python -m benchmarks.cpu --case zero3-bf16    one comparison; repeatable
+    python -m benchmarks.cpu --case zero3-bf16    one comparison; repeatable. The others stay what they were in the JSON
+    python -m benchmarks.cpu --predict            measure nothing: predict anew what the JSON holds
     python -m benchmarks.cpu --contender shardwright --contender torch-loop
 
-A comparison is a zero_stage and a precision. All its contenders are started in fresh processes, warmed up, and then timed in
-turn (A B C A B C ...), so that what slows the machine slows them alike; each keeps one thread per rank. All begin from one
-set of weights and read the same tokens: a contender whose first loss differs from the others' is an error, not a row.
-Results go to `<out>/cpu-two-ranks.json` and `.md`, with `--publish` to docs/benchmarks as well, where `cpu-two-ranks.notes.md`
-says what a program cannot know: why.
+A comparison is a zero_stage and a precision. All its contenders are started in fresh processes, warmed up, and then timed in turn
+(A B C A B C ...), so that what slows the machine slows them alike; each keeps one thread per rank. All begin from one set of
+weights and read the same tokens: a contender whose first loss differs from the others' is an error, not a row. Beside ours stands
+what the planner predicts from rates that are measured on the same ranks right before, in time and in bytes of tensors. Results go
+to `<out>/cpu-two-ranks.json` and `.md`, with `--publish` to docs/benchmarks as well, where `cpu-two-ranks.notes.md` says what a
+program cannot know: why.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,11 +32,15 @@ from typing import Any
 from benchmarks.case import LLAMA_29M, Case, Precision
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
-from benchmarks.predicted import measured_cluster, predicted_row, told
+from benchmarks.predicted import candidate_of, measured_profile, predicted_row, ranks_of, told
 from benchmarks.table import write_page
-from shardwright.hardware import Cluster
+from shardwright.architecture import read_config
+from shardwright.hardware import MeasuredProfile
+from shardwright.hardware.profile import read_profile
+from shardwright.layout import Layout
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+FILE = "cpu-two-ranks.json"
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 """Relative; bf16 kernels round differently (autocast keeps some operations in fp32)."""
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -88,30 +95,59 @@ def main() -> int:
         return 2
     chosen = [known[name] for name in arguments.case] or list(DEFAULT)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "conditions": read_conditions(), "skipped": {}, "comparisons": []}
+    result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "conditions": read_conditions(), "skipped": {}}
+    docs = DOCS if arguments.publish and not arguments.contender else None
+    kept = read_comparisons(docs or arguments.out)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         result["num_parameters"] = write_initial_weights(Path(folder), arguments)
-        cluster = measured_cluster(NUM_RANKS, Path(folder))
-        for comparison in chosen:
+        for comparison in [] if arguments.predict else chosen:
             contenders = available(comparison, arguments.contender, result["skipped"])
             try:
-                measured = measure(replace(comparison, contenders=contenders), folder, arguments, cluster)
+                measured = measure(replace(comparison, contenders=contenders), folder, arguments)
             except RanksFailed as error:
                 failed += 1
                 print(f"{comparison.name} failed: {error}", file=sys.stderr)
                 continue
-            result["comparisons"].append(measured)
+            kept[comparison.name] = measured
             print_comparison(measured)
-        whole = not failed and chosen == list(DEFAULT) and not arguments.contender
-        write_result(result, arguments.out, DOCS if whole and arguments.publish else None)
+            result["comparisons"] = [kept[name] for name in known if name in kept]
+            write_result(result, arguments.out, docs)
+        if arguments.predict:
+            for measured in kept.values():
+                predict_comparison(measured, case_of(measured, folder))
+                print_comparison(measured)
+            result["comparisons"] = [kept[name] for name in known if name in kept]
+            write_result(result, arguments.out, docs)
     return 1 if failed else 0
+
+
+def read_comparisons(folder: Path) -> dict[str, dict[str, Any]]:
+    """What was measured before, by name; nothing of another schema."""
+    path = folder / FILE
+    found = json.loads(path.read_text()) if path.exists() else {}
+    known = found.get("comparisons", []) if found.get("schema_version") == SCHEMA_VERSION else []
+    return {measured["name"]: measured for measured in known}
+
+
+def case_of(measured: dict[str, Any], folder: str) -> Case:
+    """Ours of a comparison that was measured."""
+    fields = ("zero_stage", "precision", "world_size", "sequence_length", "micro_batch_size", "compile")
+    return Case("shardwright", weights_dir=folder, **{name: measured[name] for name in fields})
+
+
+def predict_comparison(measured: dict[str, Any], case: Case) -> None:
+    """Put beside our row what the planner predicts with the comparison's profile."""
+    ours = measured["contenders"].get("shardwright")
+    if ours is not None and measured["profile"] is not None:
+        profile: MeasuredProfile = read_profile(measured["profile"])
+        ours["predicted"] = predicted_row(case, ranks_of(case.world_size, profile))
 
 
 def write_result(result: dict[str, Any], out: Path, docs: Path | None) -> None:
     """JSON and Markdown into `out`, and into the documentation's folder where that is asked for."""
     for folder in filter(None, (out, docs)):
-        (folder / "cpu-two-ranks.json").write_text(json.dumps(result, indent=1) + "\n")
+        (folder / FILE).write_text(json.dumps(result, indent=1) + "\n")
         write_page(result, folder / "cpu-two-ranks.md")
         print(folder / "cpu-two-ranks.md", flush=True)
 
@@ -120,6 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.split("\n\n")[0])
     parser.add_argument("--list", action="store_true", help="print the comparisons and leave")
+    parser.add_argument("--predict", action="store_true", help="measure nothing; predict the rows of the JSON anew")
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help="measure this comparison only; repeatable")
     parser.add_argument("--contender", action="append", default=[], metavar="NAME", help="measure these contenders only")
     parser.add_argument("--rounds", type=int, default=4, help="timed blocks per contender (default 4)")
@@ -166,8 +203,8 @@ def available(comparison: Comparison, wanted: list[str], skipped: dict[str, str]
     return tuple(kept)
 
 
-def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace, cluster: Cluster | None = None) -> dict[str, Any]:
-    """Time the contenders in turn; beside ours what the planner predicts on `cluster`.
+def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure the ranks' rates, then time the contenders in turn, then take our tensors' memory.
 
     Raises:
         RanksFailed: a rank died or hung, or a contender's first loss differs: it does not do the same work.
@@ -185,6 +222,11 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace, 
         )
         for contender in comparison.contenders
     ]
+    load, profile = os.getloadavg()[0], None
+    if "shardwright" in comparison.contenders:
+        ours = replace(cases[0], contender="shardwright")
+        runs = [(read_config(json.loads((Path(folder) / "config.json").read_text())), candidate_of(ours))]
+        profile = measured_profile(runs, Layout(dp_replicate=NUM_RANKS))
     rows: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         running: list[tuple[str, Ranks]] = []
@@ -198,11 +240,12 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace, 
         for _ in range(arguments.rounds):
             for contender, ranks in running:
                 rows[contender]["blocks"].append(ranks.run_block(arguments.steps))
+        tensors = {contender: ranks.run_block(1, memory=True) for contender, ranks in running if contender == "shardwright"}
     for row in rows.values():
         summarise(row, cases[0].tokens_per_step, arguments.steps)
-    if cluster is not None and "shardwright" in rows:
-        rows["shardwright"]["predicted"] = predicted_row(replace(cases[0], contender="shardwright"), cluster)
-    return {
+    for contender, replies in tensors.items():
+        rows[contender]["peak_allocated_bytes"] = max(reply["peak_tensor_bytes"] for reply in replies)
+    measured = {
         "name": comparison.name,
         "zero_stage": comparison.zero_stage,
         "precision": comparison.precision,
@@ -213,8 +256,13 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace, 
         "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
         "warmup_steps": arguments.warmup,
+        "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "measured_at": read_conditions()["date"],
+        "profile": None if profile is None else json.loads(json.dumps(profile.as_dict())),
         "contenders": rows,
     }
+    predict_comparison(measured, cases[0])
+    return measured
 
 
 def check_first_losses(comparison: Comparison, rows: dict[str, dict[str, Any]]) -> None:

@@ -1,19 +1,23 @@
-"""Step time of every cut on two CPU ranks beside one process and ZeRO-3, and how near pipelines come to their schedules.
+"""Step time and memory of every cut on two CPU ranks, beside one process, ZeRO-3 and what the planner predicts.
 
-    python -m benchmarks.cuts                 everything (about ten minutes on two quiet cores)
-    python -m benchmarks.cuts --only tp=2     layouts that contain these words; repeatable
-    python -m benchmarks.cuts --publish       into docs/benchmarks as well
+    python -m benchmarks.cuts                       everything (half an hour on two quiet cores)
+    python -m benchmarks.cuts --group 'dense bf16'  these only (a model and a precision); repeatable
+    python -m benchmarks.cuts --predict             measure nothing: predict anew what the JSON holds, and write the page again
+    python -m benchmarks.cuts --publish             into docs/benchmarks as well
 
-All layouts do the same work: the same model, global batch and tokens, one thread a rank. They are timed in turn, round by round, so
-that what slows the machine slows them alike; a layout whose first loss differs from one process's is an error, not a row. Times are
-medians over rounds. For pipelines every action is timed on every rank, and the medians are put through the same schedule:
-`of its schedule` is the utilisation that was measured over the one that the schedule gives with these times.
+All layouts of a model do the same work: the same global batch and tokens, one thread a rank. Those of one precision are timed in
+turn, round by round, so that what slows the machine slows them alike; a layout whose first loss differs from one process's is an
+error, not a row. Times are medians over rounds. Right before, the rates that the planner asks for are measured on the same two
+ranks: they stand beside the rows, so that `benchmarks.fit_cpu` and `--predict` need no machine. Rows of groups that are not
+measured stay what they were. For pipelines every action is timed on every rank, and the medians are put through the same
+schedule: `of its schedule` is the utilisation that was measured over the one that the schedule gives with these times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -25,83 +29,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.allocated import allocated_by, held_bytes
 from benchmarks.conditions import read_conditions
-from shardwright.architecture import ModelShape, read_config
-from shardwright.config.layout import LayoutSection
-from shardwright.config.load import parse_layout
-from shardwright.config.training import OptimizerSection, PrecisionSection
+from benchmarks.cut_cases import ENTRIES, GLOBAL_BATCH, MICRO_BATCHES, MODELS, TOKENS, Entry
+from benchmarks.cut_page import page
+from benchmarks.predicted import measured_profile, predicted_step, ranks_of
+from shardwright.config.training import OptimizerSection
 from shardwright.data.loader import MicroBatch
-from shardwright.layout import Layout, RankGrid, resolve_layout
+from shardwright.hardware.profile import MeasuredProfile, read_profile
+from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.init import initialise
 from shardwright.numerics import chunked_cross_entropy
+from shardwright.numerics.precision import dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.plan import BatchPlan, Plan
 from shardwright.schedule import Action, load_schedule, simulate
 from shardwright.train.step import StepTimes, accumulate_gradients, update
 from shardwright.verify.pool import RankPool
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
-TOKENS, GLOBAL_BATCH, MICRO_BATCHES = 512, 8, 8
-_COMMON: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": TOKENS,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {"model_type": "llama", "intermediate_size": 1024, **_COMMON},
-    "moe": {
-        "model_type": "qwen3_moe",
-        "intermediate_size": 1024,
-        "moe_intermediate_size": 512,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        **_COMMON,
-    },
-}
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
-LAYOUTS: tuple[tuple[str, str], ...] = (
-    ("dense", ""),
-    ("dense", "dp_replicate=2"),
-    ("dense", "dp_shard=2,zero_stage=3"),
-    ("dense", "tp=2"),
-    ("dense", "tp=2,sequence_parallel=false"),
-    *(("dense", f"pp=2,schedule={schedule}") for schedule in SCHEDULES),
-    ("dense", "cp=2,cp_method=ring"),
-    ("dense", "cp=2,cp_method=all_gather"),
-    ("dense", "cp=2,cp_method=ulysses"),
-    ("moe", ""),
-    ("moe", "dp_shard=2,zero_stage=3"),
-    ("moe", "dp_shard=2,ep=2,zero_stage=3"),
-)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One layout of one model."""
-
-    model: str
-    layout: Layout
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model's."""
-        return read_config(MODELS[self.model])
-
-    @property
-    def batch(self) -> BatchPlan:
-        """Rows of a micro-batch are one; a pipeline's micro-batches are the accumulation."""
-        data_ranks = self.layout.data_ranks
-        return BatchPlan(TOKENS, GLOBAL_BATCH // MICRO_BATCHES, MICRO_BATCHES // data_ranks, data_ranks)
-
-    def __str__(self) -> str:
-        return f"{self.model} {'one process' if self.layout.world_size == 1 else self.layout}"
+FILE = "cuts-two-ranks.json"
+FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 
 
 @dataclass
@@ -124,11 +73,11 @@ def build(entry: Entry) -> float:
     shape, layout = entry.shape, entry.layout
     with torch.device("meta"):
         loss = partial(chunked_cross_entropy, chunk_tokens=TOKENS)
-        decoder = Decoder(shape, loss_function=loss, compute_dtype=torch.float32)
+        decoder = Decoder(shape, loss_function=loss, compute_dtype=dtypes(entry.plan.precision).compute)
     specs = {spec.name: spec for spec in shape.parameters()}
     model = apply_layout(
         decoder,
-        Plan(layout, entry.batch, PrecisionSection()),
+        entry.plan,
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         fill=lambda name, narrow: initialise(specs[name], 0, dtype=torch.float32, narrow=narrow),
@@ -141,7 +90,7 @@ def build(entry: Entry) -> float:
 
 def _micro_batches(entry: Entry, data_rank: int) -> list[MicroBatch]:
     batch = entry.batch
-    rows = torch.randint(0, _COMMON["vocab_size"], (GLOBAL_BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(0, entry.shape.vocab_size, (GLOBAL_BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     micro_batches = []
     for number in range(batch.gradient_accumulation_steps):
         first = (number * batch.data_ranks + data_rank) * batch.micro_batch_size
@@ -164,10 +113,23 @@ def step(entry: Entry) -> dict[str, Any]:
     if dist.is_initialized():
         dist.barrier()
     began = time.perf_counter()
+    loss = _take_step(built)
+    seconds = time.perf_counter() - began
+    return {"loss": loss, "seconds": seconds, "parts": built.times.seconds(), "actions": actions}
+
+
+def _take_step(built: Built) -> float:
     loss = accumulate_gradients(built.model, built.micro_batches, seed=0, step=0, times=built.times)
     update(built.model, built.optimizer, learning_rate=1e-4, max_grad_norm=1.0, times=built.times)
-    seconds = time.perf_counter() - began
-    return {"loss": loss.mean(), "seconds": seconds, "parts": built.times.seconds(), "actions": actions}
+    return float(loss.mean())
+
+
+def peak_bytes(entry: Entry) -> int:
+    """The most bytes of tensors that a step holds on this rank."""
+    built = _built[entry]
+    if built.model.pipeline is not None:
+        built.model.pipeline.observe = None
+    return held_bytes(built.model, built.optimizer) + allocated_by(lambda: _take_step(built))
 
 
 def utilisation(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
@@ -193,7 +155,7 @@ def utilisation(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, f
 
 
 def measure(entries: list[Entry], num_rounds: int) -> list[dict[str, Any]]:
-    """Time every layout in turn.
+    """Time every layout of a group in turn, then take its memory.
 
     Raises:
         RuntimeError: a layout computes another loss than one process.
@@ -203,22 +165,30 @@ def measure(entries: list[Entry], num_rounds: int) -> list[dict[str, Any]]:
         first_losses: dict[str, float] = {}
         for entry in entries:
             loss = pool.run(entry.layout.world_size, build, entry)[0]
-            expected = first_losses.setdefault(entry.model, loss)
-            if abs(loss - expected) > 1e-5 * expected:
+            expected = first_losses.setdefault(entry.group, loss)
+            if abs(loss - expected) > FIRST_LOSS_TOLERANCE[entry.precision] * expected:
                 raise RuntimeError(f"{entry}: first loss {loss}, one process has {expected}: not the same work")
         for number in range(num_rounds):
             for entry in entries:
                 told[entry].append(pool.run(entry.layout.world_size, step, entry))
-            print(f"round {number + 1} of {num_rounds}", file=sys.stderr, flush=True)
-    return [summarise(entry, rounds) for entry, rounds in told.items()]
+            print(f"{entries[0].group}: round {number + 1} of {num_rounds}", file=sys.stderr, flush=True)
+        # On a busy machine no moment is surely long enough (`allocated_by`): of two steps the lesser counts.
+        peaks = {entry: min(max(pool.run(entry.layout.world_size, peak_bytes, entry)) for _ in range(2)) for entry in entries}
+    return [summarise(entry, rounds) | {"memory_bytes": peaks[entry]} for entry, rounds in told.items()]
 
 
 def summarise(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians over rounds; a step takes as long as its slowest rank."""
+    steps = [max(told["seconds"] for told in by_rank) for by_rank in rounds]
     row: dict[str, Any] = {
+        "name": str(entry),
+        "group": entry.group,
         "model": entry.model,
-        "layout": "one process" if entry.layout.world_size == 1 else str(entry.layout),
-        "seconds": median(max(told["seconds"] for told in by_rank) for by_rank in rounds),
+        "layout": entry.layout_name,
+        "precision": entry.precision,
+        "recompute": entry.recompute,
+        "seconds": median(steps),
+        "range": [min(steps), max(steps)],
         "parts": {part: median(by_rank[0]["parts"][part] for by_rank in rounds) for part in rounds[0][0]["parts"]},
     }
     if entry.layout.pp > 1:
@@ -226,62 +196,66 @@ def summarise(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, Any
     return row
 
 
-def page(result: dict[str, Any]) -> str:
-    """The table in Markdown."""
-    conditions = result["conditions"]
-    base = {row["model"]: row["seconds"] for row in result["rows"] if row["layout"] == "one process"}
-    zero = {row["model"]: row["seconds"] for row in result["rows"] if row["layout"].startswith("dp_shard=2,zero_stage=3")}
-    parts = list(result["rows"][0]["parts"])
-    lines = [
-        "# Every cut on two CPU ranks",
-        "",
-        f"{conditions['date']}, {conditions['processor']}, {conditions['cores']} cores, torch {conditions['packages']['torch']}, "
-        f"one thread a rank, float32, {result['rounds']} rounds in turn, medians. Global batch {GLOBAL_BATCH} x {TOKENS} tokens in "
-        f"{MICRO_BATCHES} micro-batches; 8 layers, 384 wide. Every row does the same work and begins at the same loss.",
-        "`python -m benchmarks.cuts --publish` makes this page.",
-        "",
-        "| model | layout | seconds a step | speed-up over one process | over ZeRO-3 | " + " | ".join(parts) + " |",
-        "|---|---|---|---|---|" + "---|" * len(parts),
-    ]
-    for row in result["rows"]:
-        shares = " | ".join(f"{row['parts'][part]:.2f}" for part in parts)
-        speed = base[row["model"]] / row["seconds"] if row["model"] in base else float("nan")
-        over = zero[row["model"]] / row["seconds"] if row["model"] in zero else float("nan")
-        lines.append(f"| {row['model']} | {row['layout']} | {row['seconds']:.2f} | {speed:.2f} | {over:.2f} | {shares} |")
-    lines += ["", "Parts are seconds on rank 0.", "", "## Pipelines beside their schedules", ""]
-    lines += ["| schedule | measured utilisation | its schedule's with these times | share |", "|---|---|---|---|"]
-    for row in result["rows"]:
-        if found := row.get("utilisation"):
-            lines.append(f"| {row['layout']} | {found['measured']:.1%} | {found['of_schedule']:.1%} | {found['share']:.1%} |")
-    notes = DOCS / "cuts-two-ranks.notes.md"
-    if notes.exists():
-        lines += ["", notes.read_text(encoding="utf-8").rstrip()]
-    return "\n".join(lines) + "\n"
+def measure_group(group: str, num_rounds: int) -> dict[str, Any]:
+    """Rates first, then the rows of one model in one precision, under the conditions of this moment."""
+    entries = [entry for entry in ENTRIES if entry.group == group]
+    load = os.getloadavg()[0]
+    profile = measured_profile([(entry.shape, entry.candidate) for entry in entries], Layout(dp_replicate=2))
+    rows = measure(entries, num_rounds)
+    conditions = read_conditions() | {"rounds": num_rounds, "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
+    measured: dict[str, Any] = {"conditions": conditions, "profile": None if profile is None else profile.as_dict(), "rows": rows}
+    return dict(json.loads(json.dumps(measured)))  # as it is read back
+
+
+def predict_rows(groups: dict[str, Any]) -> None:
+    """Put beside each row what the planner predicts with its group's profile, and what of the catalogue's CPU alone."""
+    entries = {str(entry): entry for entry in ENTRIES}
+    for group in groups.values():
+        if group["profile"] is None:
+            continue
+        profile: MeasuredProfile = read_profile(group["profile"])
+        for row in group["rows"]:
+            entry = entries[row["name"]]
+            for key, rates in (("predicted", profile), ("predicted_by_catalogue", None)):
+                row[key] = predicted_step(entry.shape, entry.candidate, ranks_of(entry.layout.world_size, rates))
 
 
 def main() -> int:
-    """Exit code 0 when every layout gave a row."""
+    """Exit code 0 when every layout gave a row, 2 for a group that does not exist."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuts", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", action="append", default=[], metavar="WORDS", help="layouts that contain these words; repeatable")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    names = list(dict.fromkeys(entry.group for entry in ENTRIES))
+    parser.add_argument("--group", action="append", default=[], metavar="NAME", help=f"of {', '.join(names)}; repeatable")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--predict", action="store_true", help="measure nothing; predict the rows of the JSON anew")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--publish", action="store_true", help="write into docs/benchmarks as well")
     arguments = parser.parse_args()
-    entries = [Entry(model, resolve_layout(LayoutSection(**parse_layout(text)), 2 if text else 1)) for model, text in LAYOUTS]
-    if arguments.only:
-        entries = [entry for entry in entries if any(words in str(entry) for words in (*arguments.only, "one process"))]
-    result = {
-        "schema_version": 1,
-        "conditions": read_conditions(),
-        "rounds": arguments.rounds,
-        "rows": measure(entries, arguments.rounds),
-    }
+    if unknown := set(arguments.group) - set(names):
+        print(f"No group {', '.join(unknown)}; there are: {', '.join(names)}", file=sys.stderr)
+        return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for folder in (arguments.out, *((DOCS,) if arguments.publish else ())):
-        (folder / "cuts-two-ranks.json").write_text(json.dumps(result, indent=1) + "\n")
-        (folder / "cuts-two-ranks.md").write_text(page(result))
-    print(page(result))
+    folders = [arguments.out, *((DOCS,) if arguments.publish else ())]
+    known = next((folder / FILE for folder in reversed(folders) if (folder / FILE).exists()), None)
+    groups: dict[str, Any] = {} if known is None else json.loads(known.read_text())["groups"]
+    for name in [] if arguments.predict else arguments.group or names:
+        groups[name] = measure_group(name, arguments.rounds)
+        write(groups, folders)
+    if not groups:
+        print(f"nothing is measured yet: no {FILE} in {', '.join(map(str, folders))}", file=sys.stderr)
+        return 2
+    print(write(groups, folders))
     return 0
+
+
+def write(groups: dict[str, Any], folders: list[Path]) -> str:
+    """JSON and page into each folder, predictions made anew; the page. Groups stand in the order of `ENTRIES`."""
+    predict_rows(groups)
+    names = [name for name in dict.fromkeys(entry.group for entry in ENTRIES) if name in groups]
+    result = {"schema_version": 2, "models": MODELS, "groups": {name: groups[name] for name in names}}
+    for folder in folders:
+        (folder / FILE).write_text(json.dumps(result, indent=1) + "\n")
+        (folder / FILE.replace(".json", ".md")).write_text(page(result))
+    return page(result)
 
 
 if __name__ == "__main__":

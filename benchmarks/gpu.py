@@ -7,8 +7,9 @@
     python -m benchmarks.gpu --device cpu --shapes tiny --no-tests      a rehearsal without a GPU
 
 It uses the Python that runs it and downloads nothing; what is missing is named and skipped. Contenders of a case run in turn
-(A B A B), each visit in a fresh process with a time limit of its own. Results go to <out>/one-gpu.json after every case
-(<out>: $OUT, else build/gpu), so that a run that is cut short keeps what it has.
+(A B A B), each visit in a fresh process with a time limit of its own. Results go to <out>/one-gpu.json and .md after every case
+(<out>: $OUT, else build/gpu), so that a run that is cut short, or a case that breaks, leaves the others. Beside ours stands what
+the planner predicts, in time and in bytes allocated and reserved.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.case import Case
 from benchmarks.conditions import read_conditions
 from benchmarks.launch import Ranks, RanksFailed
-from benchmarks.predicted import catalogued_cluster, predicted_row, told
 from benchmarks.shapes import SHAPES, TINY, Shape
 from benchmarks.table import write_page
-from shardwright.hardware import Cluster
+
+if TYPE_CHECKING:
+    from shardwright.hardware import Cluster
 
 SCHEMA_VERSION = 1
 FIRST_LOSS_TOLERANCE = 0.02
@@ -173,18 +176,32 @@ def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str
         "cases": [],
     }
     failed = False
-    cluster = catalogued_cluster(result["device"]["name"]) if arguments.device == "cuda" else None
+    cluster = find_cluster(result["device"]["name"], contenders) if arguments.device == "cuda" else None
     for case in cases:
-        measured = measure(case, contenders, arguments, cluster)
-        failed |= any("failed" in row and "out of memory" not in row["failed"] for row in measured["contenders"].values())
-        result["cases"].append(measured)
-        ceilings = [measured["matmul_flops_per_second"] for measured in result["cases"]]
-        result["device"]["matmul_flops_per_second"] = median(ceilings)
+        try:
+            measured = measure(case, contenders, arguments, cluster)
+        except Exception as error:  # a case that breaks, whatever it is, shall not take the others with it
+            traceback.print_exc()
+            skipped[case.name] = f"failed: {type(error).__name__}: {error}"
+            failed = True
+        else:
+            failed |= any("failed" in row and "out of memory" not in row["failed"] for row in measured["contenders"].values())
+            result["cases"].append(measured)
+            result["device"]["matmul_flops_per_second"] = median(each["matmul_flops_per_second"] for each in result["cases"])
+            print_case(measured)
         (arguments.out / "one-gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-        print_case(measured)
-    write_page(result, arguments.out / "one-gpu.md")
+        write_page(result, arguments.out / "one-gpu.md")
     print(arguments.out / "one-gpu.md")
     return failed
+
+
+def find_cluster(device_name: str, contenders: list[str]) -> Cluster | None:
+    """What to predict on; None where ours is not measured, whose packages the planner needs, or the catalogue lacks the device."""
+    if "shardwright" not in contenders:
+        return None
+    from benchmarks.predicted import catalogued_cluster
+
+    return catalogued_cluster(device_name)
 
 
 def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace, cluster: Cluster | None = None) -> dict[str, Any]:
@@ -221,9 +238,10 @@ def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace,
             rows[contender] = summarise(replies, tokens, flops_per_token, ceiling)
     check_first_losses(case, rows)
     if cluster is not None and "tokens_per_second" in rows.get("shardwright", {}):
-        rows["shardwright"]["predicted"] = predicted_row(
-            case.of_contender("shardwright", "", arguments.device), cluster, case.shape.config
-        )
+        from benchmarks.predicted import predicted_row
+
+        ours = case.of_contender("shardwright", "", arguments.device)
+        rows["shardwright"]["predicted"] = predicted_row(ours, cluster, case.shape.config)
     return {
         "name": case.name,
         "shape": case.shape_name,
@@ -309,6 +327,8 @@ def print_case(measured: dict[str, Any]) -> None:
             flush=True,
         )
         if "predicted" in row:
+            from benchmarks.predicted import told
+
             print(told(row), flush=True)
 
 

@@ -67,10 +67,14 @@ class Ranks:
         """Start-up reply of every rank: model built and wrapped, nothing trained yet."""
         return self._collect()
 
-    def run_block(self, steps: int) -> list[dict[str, Any]]:
-        """Run `steps` optimizer steps; one reply per rank (seconds, losses, memory)."""
+    def run_block(self, steps: int, *, memory: bool = False) -> list[dict[str, Any]]:
+        """Run `steps` optimizer steps; one reply per rank (seconds, losses, memory).
+
+        Args:
+            memory: with `peak_tensor_bytes` in the replies, of contenders that tell what they hold; the steps take longer.
+        """
         for process in self._processes:
-            self._tell(process, str(steps))
+            self._tell(process, f"{steps} memory" if memory else str(steps))
         return self._collect()
 
     def _start(self, rank: int, port: int) -> None:

@@ -15,12 +15,14 @@ from typing import Any, TextIO
 
 import torch
 
+from benchmarks.allocated import Allocated
+
 
 class Pace:
     """Times blocks of optimizer steps.
 
     Args:
-        commands: one line per block: the number of steps to run, or `stop`.
+        commands: one line per block: the number of steps to run, with `memory` behind it or not, or `stop`.
         replies: one JSON line per block.
         barrier: returns when all ranks have come here and the device is idle.
         device: `cpu` or `cuda`; decides which memory is read.
@@ -31,7 +33,10 @@ class Pace:
         self._remaining = 0
         self._losses: list[float | torch.Tensor] = []
         self._started = self._cpu_started = 0.0
+        self._allocated: Allocated | None = None
         self.details: dict[str, Any] = {}
+        self.held_bytes: Callable[[], int] | None = None
+        """Bytes of tensors between steps, where the contender tells them: then a block can be asked for its peak."""
 
     def begin(self) -> bool:
         """Wait for the first command; to be called once, right before the first step. False: stop."""
@@ -47,16 +52,24 @@ class Pace:
         self._barrier()
         seconds, cpu_seconds = time.perf_counter() - self._started, time.process_time() - self._cpu_started
         losses = [float(loss) for loss in self._losses]
-        self._reply({"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses} | self._memory())
+        reply = {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses} | self._memory()
+        if self._allocated is not None:
+            assert self.held_bytes is not None
+            reply["peak_tensor_bytes"] = self.held_bytes() + self._allocated.end()
+            self._allocated = None
+        self._reply(reply)
         return self._next_block()
 
     def _next_block(self) -> bool:
         command = self._commands.readline().strip()
         if command in ("", "stop"):
             return False
-        self._remaining, self._losses = int(command), []
+        steps, _, word = command.partition(" ")
+        self._remaining, self._losses = int(steps), []
         self._barrier()
         self._reset_memory()
+        if word == "memory":
+            self._allocated = Allocated()
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
         return True
 

@@ -1,49 +1,47 @@
 """What the planner says of a benchmark's case, to stand beside what was measured.
 
-On a GPU of the catalogue from its data sheet and the fitted efficiencies; on CPU ranks, which no data sheet describes, from a
-profile that `shardwright doctor --calibrate` measures a moment before.
+On a GPU of the catalogue from its data sheet and the fitted efficiencies; on CPU ranks, which no data sheet describes, from the
+rates that the probe measures on them a moment before: the products, rows of attention and messages that the planner asks for.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case
-from shardwright.architecture import read_config
+from shardwright.architecture import ModelShape, read_config
 from shardwright.errors import InputError
-from shardwright.hardware import Cluster
+from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.hardware.load import find_accelerator, parse_cluster
-from shardwright.hardware.profile import load_profile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, predict
 from shardwright.planner.achieved import load_efficiencies
 
 
-def measured_cluster(world_size: int, folder: Path) -> Cluster | None:
-    """CPU ranks with rates that are measured now; None, and a line, where they cannot be."""
-    path = folder / "profile.json"
-    command = [
-        sys.executable,
-        "-m",
-        "shardwright",
-        "doctor",
-        "--nproc",
-        str(world_size),
-        "--device",
-        "cpu",
-        "--calibrate",
-        str(path),
-    ]
-    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-    if not path.exists():
-        print(f"no prediction: the ranks' rates could not be measured: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+def measured_profile(runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout) -> MeasuredProfile | None:
+    """What CPU ranks achieve now of all that the planner asks about `runs`; None, and a line, where they cannot be measured."""
+    from shardwright.probe.calibrate import order_of_runs, profile_of
+    from shardwright.probe.doctor import examine
+
+    order = order_of_runs(runs, layout, device="cpu")
+    diagnosis = examine(order, layout.world_size)
+    assert diagnosis is not None  # only ranks of a launcher hear nothing
+    try:
+        return profile_of(diagnosis, order)
+    except InputError as error:
+        failed = [f"{finding.name}: {finding.value}" for finding in diagnosis.findings if finding.verdict == "fail"]
+        print(f"no prediction: {error}; {'; '.join(failed)}", file=sys.stderr)
         return None
-    return parse_cluster(f"{world_size}xCPU", profile=load_profile(path))
+
+
+def ranks_of(world_size: int, profile: MeasuredProfile | None) -> Cluster:
+    """CPU ranks of this machine, or those of the catalogue's CPU."""
+    return parse_cluster(f"{world_size}xCPU", profile=profile)
 
 
 def catalogued_cluster(device_name: str) -> Cluster | None:
@@ -55,21 +53,15 @@ def catalogued_cluster(device_name: str) -> Cluster | None:
         return None
 
 
-def predicted_row(case: Case, cluster: Cluster, config: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Tokens/s of all ranks, bytes of tensors on the fullest rank, and where the rates come from.
-
-    Args:
-        config: the model's; default that of the case's folder of weights.
-    """
-    if config is None:
-        config = json.loads((Path(case.weights_dir) / "config.json").read_text())
+def candidate_of(case: Case) -> Candidate:
+    """The planner's word for a case."""
     sharded = case.zero_stage > 0
     layout = Layout(
         dp_shard=case.world_size if sharded else 1,
         dp_replicate=1 if sharded else case.world_size,
         zero_stage=case.zero_stage,  # type: ignore[arg-type]
     )
-    candidate = Candidate(
+    return Candidate(
         layout,
         case.sequence_length,
         micro_batch_size=case.micro_batch_size,
@@ -77,12 +69,31 @@ def predicted_row(case: Case, cluster: Cluster, config: dict[str, Any] | None = 
         recompute=case.recompute,
         compile=case.compile,
     )
-    found = predict(read_config(config), candidate, cluster, load_efficiencies().of(cluster.accelerator))
+
+
+def predicted_step(shape: ModelShape, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """Seconds of a step in all and by part, tokens/s of all ranks, bytes on the fullest rank: of tensors, and what its allocator
+    reserves; and where the rates come from."""
+    found = predict(shape, candidate, cluster, load_efficiencies().of(cluster.accelerator))
     return {
+        "step_seconds": found.time.step,
         "tokens_per_second": found.tokens_per_second,
+        "parts": {part: seconds for part, seconds in asdict(found.time).items() if seconds},
         "memory_bytes": found.memory.live,
+        "reserved_bytes": found.memory.reserved,
         "rates": "measured on these ranks" if cluster.profile is not None else cluster.accelerator.name,
     }
+
+
+def predicted_row(case: Case, cluster: Cluster, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`predicted_step` of a case.
+
+    Args:
+        config: the model's; default that of the case's folder of weights.
+    """
+    if config is None:
+        config = json.loads((Path(case.weights_dir) / "config.json").read_text())
+    return predicted_step(read_config(config), candidate_of(case), cluster)
 
 
 def told(row: dict[str, Any]) -> str:
@@ -90,4 +101,6 @@ def told(row: dict[str, Any]) -> str:
     guess = row["predicted"]
     error = row["tokens_per_second"] / guess["tokens_per_second"] - 1
     memory = f"{guess['memory_bytes'] / 2**20:.0f} MiB of tensors"
+    if measured := row.get("peak_allocated_bytes"):
+        memory += f" (measured is {measured / guess['memory_bytes'] - 1:+.1%})"
     return f"  predicted: {guess['tokens_per_second']:.0f} tok/s (measured is {error:+.0%}), {memory}"

@@ -24,6 +24,12 @@ same weights, reads the same tokens and runs the same AdamW with the same clip; 
 minute hits all alike. *Speed* and *memory* are shardwright over the contender: above 1 is faster, below 1 is smaller. Memory is the
 largest resident high-water mark of a rank while it trains (imports included), measured alike for all. Goals: speed at least 1.00
 against the hand-written loops, 1.15 against DeepSpeed, 1.20 against Trainer; memory at most 1.00."""
+CPU_PREDICTIONS = """\
+What the planner says of our runs, from rates measured on the same two ranks right before each comparison; the error of the
+step is measured over predicted tokens/s, less one. Bytes of tensors by the profiler's allocator events, in a step of its own."""
+GPU_PREDICTIONS = """\
+What the planner says of shardwright's runs from the catalogue and the fitted efficiencies; the error of the step is measured over
+predicted tokens/s, less one."""
 GPU_PREFACE = """\
 Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights, synthetic tokens, bf16 compute
 with fp32 master weights and moments, fused AdamW, clip 1. Contenders of a case run in turn, each visit in a fresh process. MFU is
@@ -60,6 +66,9 @@ def render_cpu(result: dict[str, Any]) -> list[str]:
     short: list[str] = []
     for comparison in result["comparisons"]:
         sections.append(_cpu_table(comparison, short))
+    predicted = [(c["name"], c["contenders"][OURS]) for c in result["comparisons"] if "predicted" in c["contenders"].get(OURS, {})]
+    if predicted:
+        sections.append(f"## Predicted and measured\n\n{CPU_PREDICTIONS}\n\n{_predictions(predicted)}")
     if short:
         sections.append("## Where it falls short\n\n" + "\n".join(f"- {line}" for line in short))
     elif any(OURS in comparison["contenders"] for comparison in result["comparisons"]):
@@ -111,9 +120,33 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
                 rows.append((what, options, TITLES[name], *_gpu_figures(row)))
         header = ("batch", "options", "contender", "tokens/s", "MFU", "allocated GiB", "reserved GiB", "first, last loss")
         sections.append(f"## {shape}\n\n{_table(header, rows)}")
+    rows = [(case["name"], case["contenders"].get(OURS, {})) for case in result["cases"]]
+    if predicted := [(name, row) for name, row in rows if "predicted" in row]:
+        sections.append(f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_predictions(predicted)}")
     if result["skipped"]:
         sections.append("## Skipped\n\n" + "\n".join(f"- {name}: {reason}" for name, reason in result["skipped"].items()))
     return sections
+
+
+def _predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:
+    """Our rows beside the planner's word for them; memory of tensors, and where an allocator reserves it, that."""
+    reserves = any(row.get("peak_reserved_bytes") for _, row in rows)
+    lines = []
+    for name, row in rows:
+        guess, speed = row["predicted"], row["tokens_per_second"]
+        line = [name, f"{speed:,.0f}", f"{guess['tokens_per_second']:,.0f}", f"{speed / guess['tokens_per_second'] - 1:+.0%}"]
+        for measured, predicted in (("peak_allocated_bytes", "memory_bytes"), ("peak_reserved_bytes", "reserved_bytes")):
+            if measured == "peak_allocated_bytes" or reserves:
+                line += _memory_figures(row.get(measured), guess[predicted])
+        lines.append(tuple(line))
+    header = ("run", "tokens/s", "predicted", "error of the step", "MiB of tensors", "predicted", "error")
+    return _table((*header, "MiB reserved", "predicted", "error") if reserves else header, lines)
+
+
+def _memory_figures(measured: float | None, predicted: float) -> list[str]:
+    if not measured:
+        return ["", f"{predicted / 2**20:,.0f}", ""]
+    return [f"{measured / 2**20:,.0f}", f"{predicted / 2**20:,.0f}", f"{predicted / measured - 1:+.1%}"]
 
 
 def _gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:

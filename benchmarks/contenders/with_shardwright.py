@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.allocated import held_bytes
 from benchmarks.case import NUM_SAMPLES, Case, shifted_labels, synthetic_tokens
 from benchmarks.pace import Pace
 from shardwright.architecture import read_config
@@ -108,6 +109,7 @@ def run(case: Case, pace: Pace) -> None:
         vigil = Vigil(None, watchdog.Pace(recipe.watchdog, {}))  # nobody watches: that would be a process more on these cores
         saver = Saver(checked, state, speaker, RunFolder(Path(folder)))
         loop = Loop(checked, state, ranks, device, speaker, meeting, saver, StopRequest(), vigil)
+        pace.held_bytes = lambda: held_bytes(state.model, state.optimizer)
         pace.details["wrapped"] = f"{type(state.model.module).__name__}, {checked.plan.layout}"
         if pace.begin():
             with contextlib.suppress(_Stopped):

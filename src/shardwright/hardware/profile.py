@@ -11,6 +11,9 @@ The file is JSON, one object:
     collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
     attention        [{precision, row_tokens, head_dim, forward_flops_per_second, backward_flops_per_second}]    of the fused
                      kernel over causal rows; may be left out
+    elementwise      [{precision, tokens, width, forward_bytes_per_second, backward_bytes_per_second}]    of what lies between
+                     products; may be left out
+    handoff_seconds  what a collective costs between two pieces of work beyond its time back to back; may be left out
 
 `message_bytes` is the size of the whole result of an all_gather, of the whole input of a reduce_scatter, of the tensor of an
 all_reduce or broadcast, of one rank's input of an all_to_all, and of the message of a send.
@@ -88,6 +91,20 @@ class AttentionRate:
     backward_flops_per_second: float
 
 
+@dataclass(frozen=True)
+class ElementwiseRate:
+    """Bytes/s that a residual sum, a norm and a gate on `[tokens, width]` move, each tensor read and written counted.
+
+    A CPU's 16-bit operations compute in fp32 and go by elements, not bytes: no share of a copy's pace.
+    """
+
+    precision: str
+    tokens: int
+    width: int
+    forward_bytes_per_second: float
+    backward_bytes_per_second: float
+
+
 def attention_flops(tokens: int, row_tokens: int, widths: int) -> float:
     """FLOPs of a forward pass over causal rows; `widths` of queries and values together, over all heads.
 
@@ -110,6 +127,9 @@ class MeasuredProfile:
     collectives: tuple[CollectiveRate, ...] = ()
     software: Mapping[str, str] | None = None
     attention: tuple[AttentionRate, ...] = ()
+    elementwise: tuple[ElementwiseRate, ...] = ()
+    handoff_seconds: float | None = None
+    """Of each collective, where ranks compute before it: the wait for whoever comes last, and threads that must be woken."""
 
     def matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
         """FLOP/s of the measured product nearest in shape, by the sum of the distances of log m, log n and log k."""
@@ -156,6 +176,14 @@ class MeasuredProfile:
                 return slow + math.log(row_tokens / short) / math.log(long / short) * (fast - slow)
         return points[0][1] if row_tokens <= points[0][0] else points[-1][1]
 
+    def elementwise_bytes_per_second(self, precision: str, tokens: int, width: int, *, backward: bool) -> float | None:
+        """Bytes/s of the measured tensors whose size is nearest."""
+        known = [rate for rate in self.elementwise if rate.precision == precision]
+        if not known:
+            return None
+        nearest = min(known, key=lambda rate: abs(math.log(rate.tokens * rate.width / (tokens * width))))
+        return nearest.backward_bytes_per_second if backward else nearest.forward_bytes_per_second
+
     def as_dict(self) -> dict[str, Any]:
         """JSON of the file."""
         return {"schema_version": SCHEMA_VERSION} | asdict(self)
@@ -183,6 +211,15 @@ def load_profile(path: str | Path) -> MeasuredProfile:
         ) from error
     except ValueError as error:
         raise InputError(f"the measured profile is not JSON: {error}", field="profile", got=path) from error
+    return read_profile(content)
+
+
+def read_profile(content: Any) -> MeasuredProfile:
+    """A profile from its file's JSON, which may also stand in another file.
+
+    Raises:
+        InputError: another schema, or a field that is missing or of the wrong kind, by name.
+    """
     if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
         got = content.get("schema_version") if isinstance(content, dict) else type(content).__name__
         raise InputError(
@@ -203,6 +240,8 @@ def load_profile(path: str | Path) -> MeasuredProfile:
         collectives=tuple(_read_collective(entry) for entry in _entries(content, "collectives")),
         software=dict(software) if isinstance(software, dict) else None,
         attention=tuple(_read_attention(entry) for entry in _entries(content, "attention")),
+        elementwise=tuple(_read_elementwise(entry) for entry in _entries(content, "elementwise")),
+        handoff_seconds=_seconds(content, "handoff_seconds"),
     )
 
 
@@ -232,6 +271,17 @@ def _read_attention(entry: dict[str, Any]) -> AttentionRate:
     row_tokens, head_dim = (int(_positive(entry, name, "attention")) for name in ("row_tokens", "head_dim"))
     forward, backward = (_positive(entry, f"{way}_flops_per_second", "attention") for way in ("forward", "backward"))
     return AttentionRate(_text(entry, "precision", "attention"), row_tokens, head_dim, forward, backward)
+
+
+def _read_elementwise(entry: dict[str, Any]) -> ElementwiseRate:
+    tokens, width = (int(_positive(entry, name, "elementwise")) for name in ("tokens", "width"))
+    forward, backward = (_positive(entry, f"{way}_bytes_per_second", "elementwise") for way in ("forward", "backward"))
+    return ElementwiseRate(_text(entry, "precision", "elementwise"), tokens, width, forward, backward)
+
+
+def _seconds(content: dict[str, Any], name: str) -> float | None:
+    """None where nothing was measured; 0 is a measurement."""
+    return content.get(name) if content.get(name) in (None, 0, 0.0) else _positive(content, name)
 
 
 def _entries(content: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -56,6 +56,8 @@ class Network:
         inter = cluster.inter or cluster.intra
         self.inter_rate = inter.bytes_per_second * efficiency.inter_share
         self.inter_latency = inter.latency_seconds
+        self.meeting_seconds = 0.0 if cluster.profile is None else cluster.profile.handoff_seconds or 0.0
+        """Of each collective between two pieces of work, beside what it takes back to back; measured, or not known."""
         self._found: dict[tuple[str, Group, float], float] = {}
 
     def all_gather(self, group: Group, num_bytes: float) -> float:
@@ -91,7 +93,7 @@ class Network:
         key = (kind, group, num_bytes)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._seconds(kind, group, num_bytes)
+            found = self._found[key] = self._seconds(kind, group, num_bytes) + self.meeting_seconds
         return found
 
     def _seconds(self, kind: CollectiveKind, group: Group, num_bytes: float) -> float:

@@ -215,13 +215,15 @@ def data_traffic(
         everybody = Group(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
         total = network.all_reduce(everybody, (layers.whole + ends.whole) * reduce_size)
         buckets = max(1.0, (layers.whole + ends.whole) * reduce_size / layout.bucket_size_bytes)
-        total += (total > 0) * (buckets - 1) * network.handoff_seconds
+        total += (total > 0) * (buckets * network.efficiency.handoff_seconds + (buckets - 1) * network.meeting_seconds)
         return DataTraffic(reduce=total, last=total / buckets)
 
     def over(held: Held, times: float, size: float, collective: str) -> float:
         call = getattr(network, collective)
         dense, expert = (held.whole - held.expert_whole) * size / times, held.expert_whole * size / times
-        return times * (float(call(groups["fsdp"], dense)) + float(call(groups["efsdp"], expert)))
+        dense_seconds, expert_seconds = float(call(groups["fsdp"], dense)), float(call(groups["efsdp"], expert))
+        num_calls = (dense_seconds > 0) + (expert_seconds > 0)
+        return times * (dense_seconds + expert_seconds + num_calls * network.efficiency.handoff_seconds)
 
     pieces = max(1, num_groups)
     return DataTraffic(

@@ -7,6 +7,7 @@ message larger than is usual with the largest usual one; look-ups take the neare
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +21,12 @@ from shardwright.config import Recipe
 from shardwright.config.upkeep import DeviceKind
 from shardwright.data.cache import cache_root
 from shardwright.errors import InputError
-from shardwright.hardware import AttentionRate, CollectiveRate, MatmulRate, MeasuredProfile, parse_cluster
+from shardwright.hardware import AttentionRate, CollectiveRate, ElementwiseRate, MatmulRate, MeasuredProfile, parse_cluster
 from shardwright.hardware.load import find_accelerator
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.planner.achieved import load_efficiencies
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.predict import predict
 from shardwright.planner.question import candidate_of, shape_of, template_of
 from shardwright.planner.scaling import resized
@@ -51,6 +53,9 @@ _HEADS = {"cpu": (8, 8, 64), "cuda": (32, 8, 128)}
 _TOKENS = {"cpu": 1024, "cuda": 8192}
 """Of a micro-batch without a recipe."""
 
+_MOST_ELEMENTS = 2**26
+"""Of one tensor that element-wise operations are tried on."""
+
 ProductShape = tuple[str, int, int, int]
 Message = tuple[CollectiveKind, int, int]
 
@@ -63,6 +68,8 @@ class _Curious(MeasuredProfile):
     messages: dict[Message, None] = field(default_factory=dict)
     rows: dict[tuple[str, int], None] = field(default_factory=dict)
     """Of attention: precision and tokens of a row."""
+    tensors: dict[tuple[str, int, int], None] = field(default_factory=dict)
+    """Between products: precision, tokens and width."""
 
     def matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
         self.products[(precision, m, n, k)] = None
@@ -76,6 +83,10 @@ class _Curious(MeasuredProfile):
         self.rows[(precision, round(row_tokens))] = None
         return None
 
+    def elementwise_bytes_per_second(self, precision: str, tokens: int, width: int, *, backward: bool) -> float | None:
+        self.tensors[(precision, min(tokens, _MOST_ELEMENTS // width), width)] = None
+        return None
+
 
 @dataclass(frozen=True)
 class _Questions:
@@ -84,6 +95,7 @@ class _Questions:
     products: list[ProductShape]
     attention: list[Rows]
     messages: list[Message] = field(default_factory=list)
+    elementwise: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 def order_of(
@@ -106,7 +118,13 @@ def order_of(
         return order
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     asked = _usual_questions(kind) if recipe is None else _questions(recipe, layout, kind)
-    return replace(order, products=tuple(asked.products), messages=tuple(asked.messages), attention=tuple(asked.attention))
+    return replace(
+        order,
+        products=tuple(asked.products),
+        messages=tuple(asked.messages),
+        attention=tuple(asked.attention),
+        elementwise=tuple(asked.elementwise),
+    )
 
 
 def folders_of(recipe: Recipe | None) -> tuple[Folder, ...]:
@@ -138,7 +156,8 @@ def _usual_questions(kind: str) -> _Questions:
     """Where no recipe says what, or the catalogue does not know the device."""
     num_heads, num_kv_heads, head_dim = _HEADS[kind]
     usual = [Rows("bf16", max(1, _TOKENS[kind] // length), length, num_heads, num_kv_heads, head_dim) for length in _ROWS[kind]]
-    return _Questions(_usual_products(kind), _shortened(usual, kind))
+    tensors = [(precision, _TOKENS[kind], num_heads * head_dim) for precision in ("fp32", "bf16")]
+    return _Questions(_usual_products(kind), _shortened(usual, kind), elementwise=tensors)
 
 
 def _questions(recipe: Recipe, layout: Layout, kind: str) -> _Questions:
@@ -147,11 +166,6 @@ def _questions(recipe: Recipe, layout: Layout, kind: str) -> _Questions:
     Raises:
         InputError: the recipe's batch does not divide by the layout, or the model has no size without its tokenizer.
     """
-    name = catalogue_name(kind, torch.cuda.get_device_name() if kind == "cuda" else "")
-    if name is None:
-        return _usual_questions(kind)
-    cluster = resized(parse_cluster(f"{layout.world_size}x{name}"), layout.world_size)
-    curious = _Curious("", None, "", cluster.accelerator.memory_bytes, cluster.accelerator.memory_bytes_per_second)
     candidate = candidate_of(recipe, template_of(recipe), layout.world_size)
     if candidate is None:
         raise InputError(
@@ -160,18 +174,40 @@ def _questions(recipe: Recipe, layout: Layout, kind: str) -> _Questions:
             got=str(layout),
             remedy="shardwright doctor --checklist says what does",
         )
-    accelerator, shape = cluster.accelerator, shape_of(recipe)
-    predict(
-        shape,
-        replace(candidate, layout=layout),
-        replace(cluster, profile=curious),
-        load_efficiencies().of(accelerator),
+    found = _asked(shape_of(recipe), replace(candidate, layout=layout), kind)
+    return _usual_questions(kind) if found is None else found
+
+
+def order_of_runs(runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout, *, device: DeviceKind = "auto") -> Order:
+    """What the planner asks about several runs at once, measured over the groups of `layout`, which has as many ranks as any."""
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    found = [_asked(shape, candidate, kind) or _usual_questions(kind) for shape, candidate in runs]
+    return Order(
+        layout=layout,
+        device=device,
+        products=tuple(dict.fromkeys(shape for asked in found for shape in asked.products)),
+        messages=tuple(dict.fromkeys(message for asked in found for message in asked.messages)),
+        attention=tuple(dict.fromkeys(rows for asked in found for rows in asked.attention)),
+        elementwise=tuple(dict.fromkeys(tensor for asked in found for tensor in asked.elementwise)),
     )
+
+
+def _asked(shape: ModelShape, candidate: Candidate, kind: str) -> _Questions | None:
+    """Products, attention and messages of one run, as the planner asks for them; None of a device that the catalogue lacks."""
+    name = catalogue_name(kind, torch.cuda.get_device_name() if kind == "cuda" else "")
+    if name is None:
+        return None
+    layout = candidate.layout
+    cluster = resized(parse_cluster(f"{layout.world_size}x{name}"), layout.world_size)
+    accelerator = cluster.accelerator
+    curious = _Curious("", None, "", accelerator.memory_bytes, accelerator.memory_bytes_per_second)
+    predict(shape, candidate, replace(cluster, profile=curious), load_efficiencies().of(accelerator))
     tokens = candidate.micro_batch_size * candidate.sequence_length // layout.cp
     return _Questions(
         _few_products(curious.products, kind),
         _attention_of(shape, curious.rows, tokens, layout.tp, kind),
         _few_messages(curious.messages, layout, kind),
+        list(curious.tensors),
     )
 
 
@@ -224,7 +260,7 @@ def _few_messages(asked: dict[Message, None], layout: Layout, kind: str) -> list
 
 
 def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
-    """The measured profile: of each product and row of attention the median rank, of each collective the slowest group.
+    """The measured profile: of a rank's own rates the median rank, of each collective the slowest group.
 
     Raises:
         InputError: nothing was measured, because the examination broke off before.
@@ -242,6 +278,11 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
     for rate in rates.get("attention", ()):
         found = (rate["forward_flops_per_second"], rate["backward_flops_per_second"])
         attention.setdefault((rate["precision"], rate["row_tokens"], rate["head_dim"]), []).append(found)
+    elementwise: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for rate in rates.get("elementwise", ()):
+        found = (rate["forward_bytes_per_second"], rate["backward_bytes_per_second"])
+        elementwise.setdefault((rate["precision"], rate["tokens"], rate["width"]), []).append(found)
+    handoffs = [rate["seconds"] for rate in rates.get("handoffs", ())]
     collectives: dict[tuple[CollectiveKind, int, int, int], float] = {}
     for rate in rates["collectives"]:
         key = (rate["kind"], rate["num_ranks"], rate["ranks_per_node"], rate["message_bytes"])
@@ -255,5 +296,7 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
         matmuls=tuple(MatmulRate(*shape, median(found)) for shape, found in products.items()),
         collectives=tuple(CollectiveRate(*key, seconds) for key, seconds in collectives.items()),
         attention=tuple(AttentionRate(*key, *map(median, zip(*pairs, strict=True))) for key, pairs in attention.items()),
+        elementwise=tuple(ElementwiseRate(*key, *map(median, zip(*pairs, strict=True))) for key, pairs in elementwise.items()),
+        handoff_seconds=median(handoffs) if handoffs else None,
         software={"shardwright": __version__, "torch": torch.__version__, "layout": str(order.layout)},
     )

@@ -224,6 +224,12 @@ def _rates(
     return {
         "products": [asdict(rate) | {"rank": rank} for rank, report in reports.items() for rate in report.products],
         "attention": [asdict(rate) | {"rank": rank} for rank, report in reports.items() for rate in report.attention],
+        "elementwise": [asdict(rate) | {"rank": rank} for rank, report in reports.items() for rate in report.elementwise],
+        "handoffs": [
+            {"rank": rank, "seconds": report.handoff_seconds}
+            for rank, report in reports.items()
+            if report.handoff_seconds is not None
+        ],
         "copies": [asdict(rate) | {"rank": rank} for rank, report in reports.items() for rate in report.copies],
         "collectives": [
             asdict(bandwidth.rate_of(one, per_node[one.ranks])) | {"axis": one.axis, "ranks": list(one.ranks)} for one in merged

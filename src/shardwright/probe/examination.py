@@ -19,11 +19,11 @@ from pydantic import TypeAdapter
 
 from shardwright.config.upkeep import DeviceKind
 from shardwright.errors import RankFailed
-from shardwright.hardware import AttentionRate, MatmulRate
+from shardwright.hardware import AttentionRate, ElementwiseRate, MatmulRate
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
-from shardwright.probe import bandwidth, clock, correctness, health, host, links, matmul, software, storage
+from shardwright.probe import bandwidth, clock, correctness, elementwise, health, host, links, matmul, software, storage
 from shardwright.probe.finding import Finding, name_ranks
 from shardwright.probe.host import Host
 from shardwright.probe.rendezvous import Meeting
@@ -34,8 +34,8 @@ from shardwright.train.ranks import RankEnvironment
 from shardwright.units import MIB_BYTES
 
 STAGES = (
-    "software", "host", "groups", "products", "attention", "copies", "folders", "clocks", "correctness", "collectives", "links",
-    "reports",
+    "software", "host", "groups", "products", "attention", "elementwise", "copies", "folders", "clocks", "correctness",
+    "collectives", "handoff", "links", "reports",
 )  # fmt: skip
 """In order; `judge_standstill` tells by it who is behind."""
 
@@ -57,6 +57,8 @@ class Order:
     products: tuple[tuple[str, int, int, int], ...] = ()
     messages: tuple[tuple[CollectiveKind, int, int], ...] = ()
     attention: tuple[matmul.Rows, ...] = ()
+    elementwise: tuple[tuple[str, int, int], ...] = ()
+    """(precision, tokens, width); where any are asked for, what ranks lose where they meet is measured, too."""
     inter_link: str | None = None
     """Between nodes, as the catalogue calls it."""
 
@@ -76,6 +78,8 @@ class RankReport:
     gpu_silent: str | None = None
     products: list[MatmulRate] = field(default_factory=list)
     attention: list[AttentionRate] = field(default_factory=list)
+    elementwise: list[ElementwiseRate] = field(default_factory=list)
+    handoff_seconds: float | None = None
     copies: list[matmul.CopyRate] = field(default_factory=list)
     writes: list[storage.Written] = field(default_factory=list)
     sights: list[storage.Sight] = field(default_factory=list)
@@ -125,15 +129,17 @@ def measure(room: Room) -> None:
         "groups": _join_groups,
         "products": _time_products,
         "attention": _time_attention,
+        "elementwise": _time_elementwise,
         "copies": _time_copies,
         "folders": _look_at_folders,
         "clocks": _compare_clocks,
         "correctness": _check_results,
         "collectives": _time_collectives,
+        "handoff": _time_handoff,
         "links": _time_links,
     }
     for name, stage in stages.items():
-        if room.meeting is None and name in ("groups", "clocks", "correctness", "collectives", "links"):
+        if room.meeting is None and name in ("groups", "clocks", "correctness", "collectives", "handoff", "links"):
             continue
         try:
             with room.watch.stage(name):
@@ -193,6 +199,17 @@ def _time_attention(room: Room) -> None:
         if rate is not None:
             room.report.attention.append(rate)
         room.watch.progress()
+
+
+def _time_elementwise(room: Room) -> None:
+    for precision, tokens, width in room.order.elementwise:
+        room.report.elementwise.append(elementwise.time_elementwise(precision, tokens, width, room.device))
+        room.watch.progress()
+
+
+def _time_handoff(room: Room) -> None:
+    if room.order.elementwise:
+        room.report.handoff_seconds = elementwise.time_handoff(room.device)
 
 
 def _time_copies(room: Room) -> None:

@@ -1,0 +1,94 @@
+"""The page of `benchmarks.cuts` out of its JSON: speeds, predictions beside measurements, pipelines beside their schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.cut_cases import GLOBAL_BATCH, MICRO_BATCHES, TOKENS
+
+NOTES = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "cuts-two-ranks.notes.md"
+
+
+def page(result: dict[str, Any]) -> str:
+    """All tables in Markdown."""
+    groups = result["groups"]
+    conditions = next(iter(groups.values()))["conditions"]
+    lines = [
+        "# Every cut on two CPU ranks",
+        "",
+        f"{conditions['processor']}, {conditions['cores']} cores, torch {conditions['packages']['torch']}, one thread a rank. "
+        f"Global batch {GLOBAL_BATCH} x {TOKENS} tokens in {MICRO_BATCHES} micro-batches. Every row of a model does the same work "
+        "and begins at the same loss; medians over rounds in turn.",
+        "`python -m benchmarks.cuts --publish` makes this page.",
+        "",
+        "| model | measured | rounds | load average before, after |",
+        "|---|---|---|---|",
+    ]
+    for name, group in groups.items():
+        told = group["conditions"]
+        before, after = told["load_average"]
+        lines.append(f"| {name} | {told['date']}, commit {told['commit']} | {told['rounds']} | {before}, {after} |")
+    lines += ["", "## Speed", "", *_speeds(groups), "", "Parts are seconds on rank 0.", "", "## Predicted and measured", ""]
+    lines += [*_predictions(groups), "", "## Pipelines beside their schedules", "", *_pipelines(groups)]
+    if NOTES.exists():
+        lines += ["", NOTES.read_text(encoding="utf-8").rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(groups: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for group in groups.values():
+        yield from group["rows"]
+
+
+def _speeds(groups: dict[str, Any]) -> Iterator[str]:
+    parts = list(next(_rows(groups))["parts"])
+    yield "| model | layout | seconds a step | speed-up over one process | over ZeRO-3 | " + " | ".join(parts) + " |"
+    yield "|---|---|---|---|---|" + "---|" * len(parts)
+    for group in groups.values():
+        plain = {row["layout"]: row["seconds"] for row in group["rows"] if row["recompute"] == "none"}
+        zero_3 = plain["dp_shard=2,zero_stage=3"]
+        for row in group["rows"]:
+            shares = " | ".join(f"{row['parts'][part]:.2f}" for part in parts)
+            speed, over = plain["one process"] / row["seconds"], zero_3 / row["seconds"]
+            yield f"| {row['group']} | {_name(row)} | {row['seconds']:.2f} | {speed:.2f} | {over:.2f} | {shares} |"
+
+
+def _name(row: dict[str, Any]) -> str:
+    return row["layout"] + (", recompute full" if row["recompute"] == "full" else "")
+
+
+def _predictions(groups: dict[str, Any]) -> Iterator[str]:
+    """With the measured profile; beside it what the catalogue's CPU alone would give."""
+    yield "| model | layout | seconds | predicted | error | from the catalogue alone | MiB of tensors | predicted | error |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    errors, memory = [], []
+    for row in _rows(groups):
+        guess = row.get("predicted")
+        if guess is None:
+            continue
+        errors.append(guess["step_seconds"] / row["seconds"] - 1)
+        memory.append(guess["memory_bytes"] / row["memory_bytes"] - 1)
+        bare, seconds = row["predicted_by_catalogue"]["step_seconds"], row["seconds"]
+        yield (
+            f"| {row['group']} | {_name(row)} | {seconds:.2f} | {guess['step_seconds']:.2f} | {errors[-1]:+.0%} | {bare:.3f} | "
+            f"{row['memory_bytes'] / 2**20:,.0f} | {guess['memory_bytes'] / 2**20:,.0f} | {memory[-1]:+.1%} |"
+        )
+    if errors:
+        within = mean(abs(error) <= 0.2 for error in errors)
+        yield ""
+        yield (
+            f"{len(errors)} rows: step time {mean(map(abs, errors)):.1%} off on average ({mean(errors):+.1%} of it to one side), "
+            f"{within:.0%} within 20%; memory {mean(map(abs, memory)):.1%} off, at worst {max(memory, key=abs):+.1%}."
+        )
+
+
+def _pipelines(groups: dict[str, Any]) -> Iterator[str]:
+    yield "| model | schedule | measured utilisation | its schedule's with these times | share |"
+    yield "|---|---|---|---|---|"
+    for row in _rows(groups):
+        if found := row.get("utilisation"):
+            shares = f"{found['measured']:.1%} | {found['of_schedule']:.1%} | {found['share']:.1%}"
+            yield f"| {row['group']} | {row['layout']} | {shares} |"
