@@ -82,6 +82,7 @@ def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) 
         candidate.document_tokens,
         candidate.flash_attention,
         candidate.compile,
+        candidate.adapter if candidate.engine.frozen_drops_inputs else None,
         candidate.engine,
     )
     found = facts.activations.get(key)
@@ -105,9 +106,16 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
         num_before = min(num_before, 1)  # both branches' norms take the same input
     # Norms that add an offset to their weight run in fp32 and keep an fp32 copy of their input.
     widened = max(size, 4) / size if shape.norm_offset != 0.0 else 1.0
-    plain = ((engine.norm_tensors - 1.0) * num_before + num_after) * residual * widened + 4 * kind.num_norms * stream
-    plain += 2 * into_products
-    plain += attention.kept + inner
+    norm_tensors, num_inputs, dropped = engine.norm_tensors, 2, 0.0
+    if candidate.adapter is not None and engine.frozen_drops_inputs:
+        roles = set(candidate.adapter.roles)
+        norm_tensors = max(2.0, norm_tensors - 1.0)
+        num_inputs = bool(roles & {"query", "key", "value", "qkv"}) + bool(roles & {"gate", "up", "gate_up"})
+        if "down" not in roles and not kind.shape.sparse:
+            dropped = micro_batch_tokens(candidate) * shape.intermediate_size / candidate.layout.tp * size
+    plain = ((norm_tensors - 1.0) * num_before + num_after) * residual * widened + 4 * kind.num_norms * stream
+    plain += num_inputs * into_products
+    plain += attention.kept + inner - dropped
     gradients = max(inner_gradients, attention.gradients) + 2 * residual
     if candidate.recompute == "none":
         return LayerActivations(plain, 0.0, gradients)

@@ -59,12 +59,18 @@ class Engine:
     weight_bytes: float | None = None
     master_bytes: float = 0.0
     gradient_bytes: float | None = None
+    half_states: bool = False
+    """The optimizer's states are in half precision, as the weights are."""
     gather_bytes: float | None = None
     """Of parameters gathered by zero_stage 3, sent and held; None: the compute precision's."""
     reduce_bytes: float | None = None
     """Of gradients on the wire; None: fp32, or 2 with `precision.reduce_dtype: bf16`."""
     nf4_bytes: float = 0.5 + 4.0 / 64
     """Per element of a frozen matrix in NF4: 4 bits, and an fp32 scale per block of 64."""
+    frozen_drops_inputs: bool = False
+    """What only a frozen matrix's gradient would need is not kept: inputs of products and norms that nothing adapts."""
+    unquantised_bytes: float | None = None
+    """Of frozen parameters that stay unquantised beside such matrices; None: the compute precision's."""
     casts_at_use: bool = True
     """Replicated weights are cast to the compute precision at each use, and the copies are kept for the backward pass."""
     summed_apart: bool = False

@@ -37,6 +37,8 @@ class Framework:
     recompute: RecomputeKind = "none"
     recompute_varies: bool = False
     """Whether its published recipes choose it by the memory that is left, so that silence does not mean the habit."""
+    recompute_of_quantised: RecomputeKind | None = None
+    """Where it differs for QLoRA."""
     recompute_of_shards: RecomputeKind | None = None
     """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
     flash_attention: bool = True
@@ -52,6 +54,28 @@ _MIXED = Engine(weight_bytes=2.0, master_bytes=4.0, casts_at_use=False, stage_ru
 _FUSED_SOFTMAX_BYTES = 13.0
 """Megatron's kernel scales, masks and normalises at once: scores written and read, weights written, read and written by dropout
 with a byte of its mask, and read by the second product; all in half precision."""
+
+_DOUBLE_QUANTISED_BYTES = 0.5 + 1.0 / 64 + 4.0 / (64 * 256)
+"""NF4 whose scales are quantised, too: 8 bits, and an fp32 one per 256 of them (arXiv 2305.14314)."""
+
+_EAGER_LOGIT_BYTES = 14.0
+"""transformers' loss: logits in bf16, an fp32 copy, their log-softmax, and the gradient of that."""
+
+_HUGGING_FACE = Engine(
+    "huggingface",
+    gated_tensors=4.0,
+    norm_tensors=4.0,
+    logit_bytes=_EAGER_LOGIT_BYTES,
+    nf4_bytes=_DOUBLE_QUANTISED_BYTES,
+    unquantised_bytes=4.0,
+    frozen_drops_inputs=True,
+)
+
+
+def _pure(engine: Engine) -> Engine:
+    """Weights, gradients and states in bf16, and no others: 8 bytes a parameter."""
+    return replace(engine, weight_bytes=2.0, gradient_bytes=2.0, half_states=True, casts_at_use=False)
+
 
 # Gradients are summed in fp32 when a micro-batch's bf16 ones are whole (optim/gradient_accumulator.py). The activation of a gate is
 # kept beside gate and up; gathered inputs and gathered gradients have a buffer each, as long as the run
@@ -72,11 +96,15 @@ _NANOTRON = replace(
     keeps_gathered_sequence=False,
 )
 
+# Selective recomputation keeps every second product of a block, and attention's output: of a Llama's queries, values, gate and the
+# branch's result, which the compiler knows that nobody reads.
 _TORCHTITAN = Engine(
     "torchtitan",
     gather_bytes=2.0,
     reduce_bytes=4.0,
-    selective_share=0.58,
+    selective_share=0.49,
+    eager_selective_share=0.58,
+    gradients_apart=True,
     logit_bytes=14.0,
     cut_logit_bytes=22.0,
     keeps_fp4_products=False,
@@ -149,7 +177,7 @@ FRAMEWORKS: dict[str, Framework] = {
         # tensors of their own. Since 2025 the compiled loss keeps two of these. Pipelines sum whole gradients in fp32 until the
         # last micro-batch.
         _TORCHTITAN,
-        since_2025=replace(_TORCHTITAN, logit_bytes=4.0, cut_logit_bytes=None),
+        since_2025=replace(_TORCHTITAN, logit_bytes=6.0, cut_logit_bytes=None, gradients_apart=False),
         zero_stage=3,
         zero_stage_in_pipeline=2,
         recompute="selective",
@@ -163,16 +191,85 @@ FRAMEWORKS: dict[str, Framework] = {
             gated_tensors=4.0,
             norm_tensors=3.0,
             loads_whole=True,
-            nf4_bytes=0.5 + 1.0 / 64 + 4.0 / (64 * 256),  # its scales are quantised, too: 8 bits, and an fp32 one per 256 of them
+            nf4_bytes=_DOUBLE_QUANTISED_BYTES,
         ),
         zero_stage=3,
         recompute_of_shards="full",
         sequence_parallel=False,
     ),
     "deepspeed": Framework(
-        replace(_MIXED, name="deepspeed", gradient_bytes=2.0, reduce_bytes=2.0, gather_bytes=2.0),
+        # Under Hugging Face's models; what the step flattens and casts is Megatron-DeepSpeed's.
+        replace(
+            _MIXED,
+            name="deepspeed",
+            gradient_bytes=2.0,
+            update_bytes=6.0,
+            reduce_bytes=2.0,
+            gather_bytes=2.0,
+            gated_tensors=4.0,
+            norm_tensors=4.0,
+            logit_bytes=_EAGER_LOGIT_BYTES,
+        ),
         zero_stage=3,
         recompute="full",
+    ),
+    "huggingface": Framework(
+        # Trainer, TRL, PEFT and Accelerate: fp32 weights under autocast, whose casts live until the backward pass. RMS norms work
+        # on an fp32 copy, which is kept; so is a gate's activation. Preparing a model for QLoRA casts all that is not quantised to
+        # fp32 (peft's prepare_model_for_kbit_training).
+        _HUGGING_FACE,
+        zero_stage=3,
+        recompute_of_quantised="full",
+        sequence_parallel=False,
+    ),
+    "llama-factory": Framework(
+        # Its README has 18 bytes a parameter for full tuning of 7B with mixed precision, and 8 for "pure_bf16".
+        replace(_HUGGING_FACE, name="llama-factory", unquantised_bytes=None),
+        zero_stage=3,
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "axolotl": Framework(
+        # `bf16: true` loads weights in bf16 and trains them so; examples recompute, and keep logits of whole rows.
+        _pure(replace(_HUGGING_FACE, name="axolotl")),
+        zero_stage=3,
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "torchtune": Framework(
+        # `dtype: bf16` holds for weights, gradients and states. The loss turns one of eight chunks of bf16 logits to fp32 at a
+        # time (CEWithChunkedOutputLoss), and its gradient takes their place.
+        _pure(
+            Engine(
+                "torchtune",
+                gated_tensors=4.0,
+                norm_tensors=3.0,
+                logit_bytes=3.0,
+                nf4_bytes=_DOUBLE_QUANTISED_BYTES,
+                frozen_drops_inputs=True,
+            )
+        ),
+        zero_stage=3,
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "unsloth": Framework(
+        # Kernels of its own keep no copies; the loss writes the gradient over bf16 logits; blocks' inputs wait on the host.
+        replace(_HUGGING_FACE, name="unsloth", gated_tensors=3.0, norm_tensors=2.0, logit_bytes=4.0, unquantised_bytes=None),
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "gpt-neox": Framework(
+        replace(_MIXED, name="gpt-neox", gradient_bytes=2.0, update_bytes=6.0, reduce_bytes=2.0, whole_gradients=True),
+        recompute="full",
+        sequence_parallel=False,
+    ),
+    "colossalai": Framework(
+        # Gemini's gradients take the place of the weights that they are of: 14 bytes a parameter.
+        replace(_MIXED, name="colossalai", gradient_bytes=0.0, reduce_bytes=2.0, gather_bytes=2.0, logit_bytes=_EAGER_LOGIT_BYTES),
+        zero_stage=3,
+        recompute="full",
+        sequence_parallel=False,
     ),
 }
 
@@ -183,10 +280,18 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     (r"megatron\+deepspeed|megatron-lm|ptd\b", "megatron-lm"),
     (r"nemo|megatron-core|megatron-bridge|dgxc", "megatron-core"),
     (r"llm-foundry|composer|mosaic", "llm-foundry"),
-    (r"torchtitan|torchtune|fsdp2", "torchtitan"),
-    (r"litgpt|lit-gpt", "litgpt"),
+    (r"torchtune", "torchtune"),
+    (r"torchtitan|fsdp2", "torchtitan"),
+    (r"lit-?gpt|lightning", "litgpt"),
     (r"aleph", "aleph"),
+    (r"unsloth", "unsloth"),
+    (r"axolotl", "axolotl"),
+    (r"llama-?factory", "llama-factory"),
+    (r"gpt-?neox|eleuther", "gpt-neox"),
+    (r"colossal", "colossalai"),
+    (r"primus", "megatron-core"),
     (r"deepspeed|zero-3", "deepspeed"),
+    (r"hugging ?face|transformers|\btrl\b|\bpeft\b|accelerate|q-?lora", "huggingface"),
 )
 """Words by which a row names its trainer, the first that is found."""
 
@@ -215,6 +320,10 @@ def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, acce
         (framework.earlier if layout.pp == 1 else framework.earlier_pipelined) if _made_earlier(layout) else None
     )
     engine = special or framework.engine
+    if engine.name == "huggingface" and re.search(r"(?i)zero|deepspeed|\bds", row["notes.sharding"]):
+        engine = FRAMEWORKS["deepspeed"].engine
+    if row["notes.half_weights"] and engine.weight_bytes is None:
+        engine = _pure(engine)
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:

@@ -85,7 +85,7 @@ def _apart(candidate: Candidate, standing: Standing, live: _Live, peak: MemoryPa
     if fresh:
         fresh *= fresh / (fresh + _REUSED * live.per_pass)
     copied = engine.update_bytes * (trained.shard if candidate.layout.zero_stage else trained.whole)
-    return later + fresh + copied
+    return later + fresh + max(0.0, copied - peak.logits)  # logits leave blocks as large
 
 
 def updated_gradients(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
@@ -153,6 +153,8 @@ def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Sta
     reduced = trained.shard * master if apart else 0.0
     updated = reduced or gradients
     state = STATE_BYTES[candidate.optimizer] * (2 if master == 8 else 1)
+    if engine.half_states and candidate.optimizer != "adamw_8bit":
+        state /= 2
     optimizer = (state + engine.master_bytes) * trained.shard
     if layout.zero_stage == 0:
         optimizer = (state + engine.master_bytes) * trained.whole
@@ -184,7 +186,8 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
                 whole = [product for product in kind.products if product.role in candidate.adapter.unquantised]
                 matrices -= count * sum(product.num_in * product.num_out for product in whole) / layout.tp
             matrices *= elements / held.whole
-            frozen = (elements - matrices) * size + matrices * engine.nf4_bytes
+            beside = size if engine.unquantised_bytes is None else engine.unquantised_bytes
+            frozen = (elements - matrices) * beside + matrices * engine.nf4_bytes
         return frozen + (trained.shard if layout.zero_stage >= 1 else trained.whole) * candidate.master_bytes
     if engine.weight_bytes is None:
         return (held.shard if layout.zero_stage >= 1 else held.whole) * candidate.master_bytes
