@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.errors import InputError
+from shardwright.errors import DataError, InputError
 
 Measurements = Annotated[
     Path,
@@ -23,27 +24,54 @@ Out = Annotated[
     Path, typer.Option("--out", metavar="FILE.csv", help="Where id, pred_tok, pred_mem and fits are written.", show_default=False)
 ]
 
+_SHOWN_IDS = 5
+"""Rows that are named for each reason; `--json` has all of them."""
+
 
 def predict_command(measurements: Measurements, out: Out, as_json: JsonOutput = False) -> None:
-    """Predict tokens/s per GPU, memory per GPU and whether it fits, for every row of a table of measurements."""
+    """Predict tokens/s per GPU, memory per GPU and whether it fits, for every row of a table of measurements.
+
+    A row that cannot be predicted stays empty in the output and is named at the end, with the reason; all others are predicted.
+    """
     # Imported here: the catalogue and numpy cost time that `--help` need not pay.
     from shardwright.planner.measurements import configuration, read_case, read_rows
     from shardwright.planner.published import predict_row
 
     rows = read_rows(measurements)
-    written = skipped = 0
-    with open(out, "w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=("id", "pred_tok", "pred_mem", "fits"))
-        table.writeheader()
-        for row in rows:
-            try:
-                table.writerow(predict_row(read_case(row["id"], configuration(row))).as_row())
-                written += 1
-            except InputError as error:
-                sys.stderr.write(f"{row['id']}: not predicted: {error}\n")
-                table.writerow({"id": row["id"]})
-                skipped += 1
-    words = f"{written} rows predicted" + (f", {skipped} not" if skipped else "") + f": {out}"
+    refused: dict[str, list[str]] = {}
+    try:
+        with open(out, "w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, fieldnames=("id", "pred_tok", "pred_mem", "fits"))
+            table.writeheader()
+            for row in rows:
+                try:
+                    table.writerow(predict_row(read_case(row["id"], configuration(row))).as_row())
+                except InputError as error:
+                    refused.setdefault(str(error), []).append(row["id"])
+                    table.writerow({"id": row["id"]})
+    except OSError as error:
+        raise DataError(f"the predictions cannot be written: {error.strerror}", field="--out", got=out) from error
+    _tell(len(rows), refused, out, as_json)
+
+
+def _tell(num_rows: int, refused: Mapping[str, list[str]], out: Path, as_json: bool) -> None:
+    """How many rows were predicted, and of the others, by reason, which.
+
+    Raises:
+        DataError: not one could be.
+    """
+    skipped = sum(map(len, refused.values()))
+    for reason, ids in sorted(refused.items(), key=lambda item: -len(item[1])):
+        more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+        rows = "1 row" if len(ids) == 1 else f"{len(ids)} rows"
+        sys.stderr.write(f"{rows} not predicted ({', '.join(ids[:_SHOWN_IDS])}{more}): {reason}\n")
+    words = f"{num_rows - skipped} rows predicted" + (f", {skipped} not" if skipped else "") + f": {out}"
     (sys.stderr if as_json else sys.stdout).write(words + "\n")
     if as_json:
-        sys.stdout.write(json.dumps({"schema_version": 1, "predicted": written, "not_predicted": skipped, "out": str(out)}) + "\n")
+        told = [{"reason": reason, "ids": ids} for reason, ids in refused.items()]
+        answer = {
+            "schema_version": 1, "predicted": num_rows - skipped, "not_predicted": skipped, "out": str(out), "refused": told,
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(answer) + "\n")
+    if num_rows and skipped == num_rows:
+        raise DataError("none of the rows can be predicted", field="--measurements", remedy="The reasons stand above")

@@ -23,7 +23,7 @@ from shardwright.layout import Layout
 from shardwright.planner.candidate import Adapter, Candidate, Offload, OptimizerKind, Precision, Reference
 from shardwright.planner.frameworks import FRAMEWORKS, Framework, engine_of, name_framework
 from shardwright.planner.named_models import has_latent_experts, is_hybrid, shape_of_row
-from shardwright.planner.notes import fill_from_notes, read_notes
+from shardwright.planner.notes import fill_from_notes, read_columns, read_notes
 from shardwright.planner.sparse_recipes import expert_features, expert_parallel, with_prediction_layer
 from shardwright.planner.spelling import spell_number, spell_row
 
@@ -70,7 +70,7 @@ def configuration(row: Mapping[str, str]) -> dict[str, str]:
     kept |= {f"notes.{key}": value for key, value in read_notes(notes).items()}
     if not kept["notes.release"] and (found := re.search(r"dgxc-benchmarking@v(2\d\.\d\d)", kept["source"])):
         kept["notes.release"] = found[1]
-    return fill_from_notes(spell_row(kept))
+    return fill_from_notes(spell_row(kept | read_columns(kept)))
 
 
 def read_cases(path: str | Path) -> Iterator[Case]:
@@ -126,6 +126,11 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
     shape = with_prediction_layer(row, shape)
     cluster = _cluster(row, framework)
     layout = _layout(row, framework, shape, cluster)
+    length = _whole(row, "seq_len") or _USUAL_LENGTH
+    if length < layout.cp:
+        raise InputError(
+            "a row has fewer tokens than ranks share it", field="measurements.seq_len", got=length, allowed=f"{layout.cp}, cp"
+        )
     if framework.engine.stage_rule != "running_sum":
         shape = _fill_stages(shape, layout)
     local = _whole(row, "notes.local_batch")
@@ -161,6 +166,9 @@ def _whole(row: Mapping[str, str], name: str) -> int | None:
     text = spell_number(row.get(name) or "")
     return round(float(text)) if text else None
 
+
+_USUAL_LENGTH = 2048
+"""Tokens of a row where it does not say."""
 
 _UNNAMED = "B200"
 """torchtitan's rows without a device say 184 GiB of memory, which is a B200's."""
@@ -260,6 +268,8 @@ def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind:
     stated = row["recompute"]
     if stated in ("none", "selective", "full"):
         return stated  # type: ignore[return-value]
+    if framework.recompute_of_quantised and row["task"] == "qlora":
+        return framework.recompute_of_quantised
     if framework.recompute_of_shards and (_whole(row, "gpus") or 1) > 1:
         return framework.recompute_of_shards
     return "selective" if row["notes.selective"] else framework.recompute
@@ -276,7 +286,7 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
     engine = replace(engine, whole_experts=whole)
     return Candidate(
         layout=layout,
-        sequence_length=_whole(row, "seq_len") or 2048,
+        sequence_length=_whole(row, "seq_len") or _USUAL_LENGTH,
         micro_batch_size=micro,
         gradient_accumulation_steps=steps,
         precision=_precision(row),

@@ -51,7 +51,7 @@ NOTE_KEYS: dict[str, str] = {
         r"|(?:paged[_ ]?)?\w*adamw?\w*)\b"
     ),
     "model_parallel": r"model-parallel size t\*p=(\d+)",
-    "quantization": r"quantization=(bnb\.nf4(?:-dq)?)",
+    "quantization": r"(?i)\b(nf4|int4|4[- ]?bit)\b(?!\s*(?:adam|optim))",
     "trainable": r"trainable ([\d,]+)",
     "adapter": rf"(?i){_NOT}\b(QLoRA|LoRA|DoRA|rsLoRA)\b",
     "rank": r"(?i)\b(?:lora[_ -]?)?(?:r|rank|dim)\s*(?:=|:|\s)\s*(\d{1,4})\b",
@@ -83,6 +83,14 @@ def read_notes(notes: str) -> dict[str, str]:
     """
     found = {key: re.search(pattern, notes) for key, pattern in NOTE_KEYS.items()}
     return {key: match[1].strip() if match else "" for key, match in found.items()}
+
+
+def read_columns(row: Mapping[str, str]) -> dict[str, str]:
+    """What columns say in a note's words, before they are spelled: `HYBRID_SHARD` as a ZeRO stage, `nf4` as a precision."""
+    return {
+        "notes.within_node": read_notes(row["zero_stage"])["within_node"] or row["notes.within_node"],
+        "notes.quantization": read_notes(row["precision"])["quantization"] or row["notes.quantization"],
+    }
 
 
 def fill_from_notes(row: Mapping[str, str]) -> dict[str, str]:

@@ -42,9 +42,11 @@ class PredictedRow:
 def predict_row(case: Case, efficiencies: Efficiencies | None = None) -> PredictedRow:
     """One row's throughput, memory in the row's own metric, and whether it fits."""
     prediction = predict_case(case, efficiencies)
-    fits = prediction.fits or _fits_recomputed(case, prediction, efficiencies)
-    memory_gib = memory_bytes(case, prediction, efficiencies) / GIB_BYTES
-    return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory_gib, fits)
+    fits, memory = prediction.fits, memory_bytes(case, prediction, efficiencies)
+    if not fits and _fits_recomputed(case, prediction, efficiencies):
+        # It recomputes as much as it must: parts of some layers, which takes little time and leaves the device full.
+        fits, memory = True, min(memory, case.cluster.accelerator.memory_bytes)
+    return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory / GIB_BYTES, fits)
 
 
 def memory_bytes(case: Case, prediction: Prediction, efficiencies: Efficiencies | None = None) -> float:

@@ -40,27 +40,32 @@ def spell_billions(text: str) -> str:
 
 
 def spell_yes_no(text: str) -> str:
-    """`yes` or `no`.
+    """`yes` or `no`, also by the name of an attention kernel.
 
-    >>> spell_yes_no("True"), spell_yes_no("off"), spell_yes_no("flash-attn 2"), spell_yes_no("unknown")
-    ('yes', 'no', 'yes', '')
+    >>> [spell_yes_no(text) for text in ("True", "off", "flash-attn 2", "no flash attention", "yes (SDPA)", "unknown")]
+    ['yes', 'no', 'yes', 'no', 'yes', '']
     """
     word = text.strip().lower()
-    if word in ("yes", "y", "true", "1", "on", "enabled") or re.match(
-        r"(fa|flash|v)-?_?(attn|attention)?[ -_]?[123]?$|sdpa|torch\.?compile|te$|cudnn", word
-    ):
-        return "yes"
-    return "no" if word in ("no", "n", "false", "0", "off", "none", "disabled", "eager") else ""
+    if re.match(r"(no|n|false|0|0\.0|off|none|disabled|without|w/o|eager|math|naive|vanilla)\b", word):
+        return "no"
+    kernels = r"(fa|flash|v)[-_ ]*(attn|attention)?[-_ ]*v?[123]?\b|sdpa|xformers|memory.efficient|torch\.?compile|te$|cudnn|triton"
+    return "yes" if re.match(rf"(yes|y|true|1|1\.0|on|enabled)\b|{kernels}", word) else ""
 
 
 def spell_recompute(text: str) -> str:
     """`none`, `selective` or `full`.
 
-    >>> [spell_recompute(text) for text in ("True", "off", "Selective", "full-uniform", "unknown")]
-    ['full', 'none', 'selective', 'full', '']
+    >>> [spell_recompute(text) for text in ("True", "off", "Selective", "full-uniform", "gradient checkpointing", "unknown")]
+    ['full', 'none', 'selective', 'full', 'full', '']
+    >>> spell_recompute("no activation checkpointing"), spell_recompute("gradient_checkpointing=False")
+    ('none', 'none')
     """
     word = text.strip().lower()
-    for pattern, meaning in (("selective|partial|core|op", "selective"), ("full|block|uniform|every|all", "full")):
+    for pattern, meaning in (
+        (r"^(no|without|w/o)\b|\b(false|off|none|disabled)\b", "none"),
+        (r"selective|partial|core|attention|\bsac\b|\bop\b", "selective"),
+        (r"full|block|uniform|every|all|checkpoint|ckpt|recomp|^ac\b", "full"),
+    ):
         if re.search(pattern, word):
             return meaning
     return {"yes": "full", "no": "none"}.get(spell_yes_no(word), "")
@@ -91,24 +96,39 @@ def spell_zero_stage(text: str) -> str:
 
     >>> [spell_zero_stage(text) for text in ("ZeRO-3", "3.0", "FSDP", "DDP", "distributed optimizer", "unknown")]
     ['3', '3', '3', '0', '1', '']
+    >>> [spell_zero_stage(text) for text in ("FSDP2", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZeRO++", "stage2_offload")]
+    ['3', '3', '2', '0', '3', '2']
     """
-    word = text.strip().lower()
+    word = re.sub(r"fsdp[ _-]?v?[12]\b", "fsdp", text.strip().lower())
     if found := re.search(r"[0-3](?![0-9])", re.sub(r"\.0$", "", word)):
         return found[0]
-    for pattern, stage in ((r"fsdp|hsdp|full", "3"), (r"grad", "2"), (r"distributed opt|dist.?opt", "1"), (r"ddp|none|no\b", "0")):
+    for pattern, stage in (
+        (r"grad", "2"),
+        (r"fsdp|hsdp|full|hybrid|zero(\+\+|-inf)|mics", "3"),
+        (r"distributed.?opt|dist.?opt|optimizer.?state", "1"),
+        (r"ddp|none|no(?![a-z])", "0"),
+    ):
         if re.search(pattern, word):
             return stage
     return ""
 
 
 def spell_task(text: str) -> str:
-    """`lora` and `qlora`; every other task trains all weights.
+    """`lora`, `qlora`, `dpo` (held to a reference) and `rollouts`; every other task trains all weights on rows as they are.
 
-    >>> spell_task("LoRA SFT"), spell_task("QLoRA"), spell_task("pretraining")
-    ('lora', 'qlora', 'pretraining')
+    >>> [spell_task(text) for text in ("LoRA SFT", "Q-LoRA", "pretraining", "DPO", "GRPO")]
+    ['lora', 'qlora', 'pretraining', 'dpo', 'rollouts']
     """
     word = text.strip().lower()
-    return "qlora" if "qlora" in word else "lora" if re.search(r"\blora|peft", word) else word
+    for pattern, meaning in (
+        (r"q-?lora", "qlora"),
+        (r"lora|peft|\bdora|adapter", "lora"),
+        (r"ppo|grpo|rlhf|rloo|reinforce|online", "rollouts"),
+        (r"\bdpo|\bipo\b|\bkto|preference", "dpo"),
+    ):
+        if re.search(pattern, word):
+            return meaning
+    return word
 
 
 def spell_accelerator(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.predict import predict_command
+from shardwright.errors import DataError
 from tests.unit.planner.test_measurements import OUTCOMES, ROW
 
 
@@ -47,8 +48,33 @@ def test_a_row_that_says_too_little_is_told_and_left_empty(tmp_path: Path, capsy
     unknown = dict.fromkeys(ROW, "") | {"id": "x", "model_name": "Mystery", "gpu": "H100", "gpus": "8"}
     predict_command(_write(tmp_path / "rows.csv", [unknown, ROW]), tmp_path / "out.csv", as_json=True)
     captured = capsys.readouterr()
-    assert "x: not predicted" in captured.err
+    assert "1 row not predicted (x): measurements.hidden: neither the model's name" in captured.err
     told = json.loads(captured.out)
     assert (told["predicted"], told["not_predicted"], told["schema_version"]) == (1, 1, 1)
+    assert told["refused"][0]["ids"] == ["x"]
     with open(tmp_path / "out.csv", encoding="utf-8", newline="") as file:
         assert next(csv.DictReader(file)) == {"id": "x", "pred_tok": "", "pred_mem": "", "fits": ""}
+
+
+def test_rows_that_cannot_be_predicted_never_stop_the_others_and_are_named_once_by_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange = [ROW | {"id": f"tpu-{i}", "gpu": "TPU v4"} for i in range(7)]
+    other = [ROW | {"id": "half", "gpu": "A100", "precision": "fp8"}, ROW | {"id": "rl", "task": "GRPO"}]
+    written = _predict(tmp_path, [*strange, ROW, *other])
+    assert [row["id"] for row in written if row["pred_tok"]] == [ROW["id"]]
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in told] == [
+        "7 rows not predicted (tpu-0, tpu-1, tpu-2, tpu-3, tpu-4 and 2 more)",
+        "1 row not predicted (half)",
+        "1 row not predicted (rl)",
+    ]
+    assert "TPU v4" in told[0]
+    assert "no units for fp8" in told[1]
+
+
+def test_a_table_of_which_nothing_can_be_predicted_is_wrong_input(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none of the rows"):
+        _predict(tmp_path, [ROW | {"gpu": "warp drive"}])
+    with pytest.raises(DataError, match="cannot be written"):
+        predict_command(_write(tmp_path / "rows.csv", [ROW]), tmp_path / "no" / "such" / "out.csv")

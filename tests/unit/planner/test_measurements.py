@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import DataError, InputError
+from shardwright.planner.candidate import Adapter
 from shardwright.planner.measurements import CONFIGURATION, configuration, read_case, read_cases, read_rows
 from shardwright.planner.named_models import shape_of_row
 from shardwright.planner.named_sizes import named_sizes
@@ -229,6 +230,64 @@ def test_recipes_that_leave_their_stages_unsaid_are_taken_to_interleave_where_th
     assert (layout.schedule, layout.virtual_stages) == ("interleaved_1f1b", 5)
     assert read_case("x", configuration(named | {"virtual_pp": "1"})).candidate.layout.schedule == "1f1b"
     assert read_case("x", configuration(ROW)).candidate.layout.schedule == "1f1b", "somebody's run, whose trainer is guessed"
+
+
+FINE_TUNING = {"tp": "", "pp": "", "dp": "", "gpus": "8", "zero_stage": "", "micro_batch": "", "global_batch": "", "recompute": ""}
+
+
+def test_notes_say_how_adapters_batches_and_optimizers_are() -> None:
+    notes = "Axolotl; QLoRA r=64, q_proj, v_proj; paged_adamw_8bit; FSDP2; gradient checkpointing; mbs 2 x grad accum 4; Liger"
+    candidate = read_case("x", configuration(ROW | FINE_TUNING | {"task": "sft", "notes": notes})).candidate
+    assert candidate.adapter == Adapter(rank=64, roles=("query", "value"), quantised=True)
+    assert (candidate.optimizer, candidate.recompute, candidate.loss_chunk_tokens) == ("adamw_8bit", "full", 1024)
+    assert (candidate.micro_batch_size, candidate.gradient_accumulation_steps, candidate.global_batch_size) == (2, 4, 64)
+    assert (candidate.layout.zero_stage, candidate.layout.tp, candidate.layout.pp) == (3, 1, 1)
+    quantised = read_case("x", configuration(ROW | FINE_TUNING | {"task": "lora", "precision": "nf4", "notes": ""})).candidate
+    assert quantised.adapter == Adapter(rank=16, quantised=True)
+
+
+def test_columns_come_before_notes() -> None:
+    notes = "gradient checkpointing; mbs 4; ZeRO-3; no flash attention"
+    candidate = read_case("x", configuration(ROW | {"notes": notes})).candidate
+    assert (candidate.recompute, candidate.micro_batch_size, candidate.layout.zero_stage) == ("none", 2, 1)
+    assert candidate.flash_attention
+    silent = dict.fromkeys(("recompute", "micro_batch", "zero_stage", "flash_attention"), "")
+    told = read_case("x", configuration(ROW | silent | {"notes": notes})).candidate
+    assert (told.recompute, told.micro_batch_size, told.flash_attention) == ("full", 4, False)
+
+
+def test_what_notes_deny_is_not_taken_for_said() -> None:
+    notes = "full fine-tuning, not LoRA; no activation checkpointing; no CPU offload; activation ckpt not stated"
+    candidate = read_case("x", configuration(ROW | FINE_TUNING | {"task": "sft", "notes": notes})).candidate
+    assert (candidate.adapter, candidate.recompute, candidate.offload) == (None, "none", "none")
+
+
+def test_hybrid_sharding_stays_within_a_node() -> None:
+    row = ROW | FINE_TUNING | {"gpus": "32", "zero_stage": "HYBRID_SHARD"}
+    layout = read_case("x", configuration(row)).candidate.layout
+    assert (layout.zero_stage, layout.dp_shard, layout.dp_replicate) == (3, 8, 4)
+
+
+def test_preferences_are_held_to_a_reference_and_rollouts_are_not_predicted() -> None:
+    assert read_case("x", configuration(ROW | {"task": "DPO"})).candidate.reference == "frozen"
+    adapted = read_case("x", configuration(ROW | {"task": "DPO", "notes": "LoRA r=8"})).candidate
+    assert (adapted.reference, adapted.adapter) == ("adapter_off", Adapter(rank=8))
+    with pytest.raises(InputError, match="generate text"):
+        read_case("x", configuration(ROW | {"task": "GRPO"}))
+
+
+def test_a_row_that_fits_takes_no_more_than_the_device_has() -> None:
+    crowded = ROW | {
+        "tp": "8",
+        "pp": "1",
+        "recompute": "unknown",
+        "micro_batch": "8",
+        "notes": "NeMo/Megatron-Core",
+        "seq_len": "8192",
+    }
+    row = predict_row(read_case("x", configuration(crowded)))
+    assert row.fits, "it recomputes what it must"
+    assert row.memory_gib <= 79.2
 
 
 def test_a_benchmark_suite_names_its_release_by_its_version() -> None:
