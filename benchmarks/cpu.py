@@ -40,7 +40,6 @@ from shardwright.hardware.profile import read_profile
 from shardwright.layout import Layout
 
 SCHEMA_VERSION = 2
-FILE = "cpu-two-ranks.json"
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 """Relative; bf16 kernels round differently (autocast keeps some operations in fp32)."""
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -96,8 +95,10 @@ def main() -> int:
     chosen = [known[name] for name in arguments.case] or list(DEFAULT)
     arguments.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "conditions": read_conditions(), "skipped": {}}
-    docs = DOCS if arguments.publish and not arguments.contender else None
-    kept = read_comparisons(docs or arguments.out)
+    docs = DOCS if arguments.publish else None
+    # What some contenders did by themselves is another page: its rows were not timed in turn with the others'.
+    name = "-".join(("cpu", *arguments.contender)) if arguments.contender else "cpu-two-ranks"
+    kept = read_comparisons((docs or arguments.out) / f"{name}.json")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         result["num_parameters"] = write_initial_weights(Path(folder), arguments)
@@ -111,20 +112,19 @@ def main() -> int:
                 continue
             kept[comparison.name] = measured
             print_comparison(measured)
-            result["comparisons"] = [kept[name] for name in known if name in kept]
-            write_result(result, arguments.out, docs)
+            result["comparisons"] = [kept[case] for case in known if case in kept]
+            write_result(result, name, arguments.out, docs)
         if arguments.predict:
             for measured in kept.values():
                 predict_comparison(measured, case_of(measured, folder))
                 print_comparison(measured)
-            result["comparisons"] = [kept[name] for name in known if name in kept]
-            write_result(result, arguments.out, docs)
+            result["comparisons"] = [kept[case] for case in known if case in kept]
+            write_result(result, name, arguments.out, docs)
     return 1 if failed else 0
 
 
-def read_comparisons(folder: Path) -> dict[str, dict[str, Any]]:
+def read_comparisons(path: Path) -> dict[str, dict[str, Any]]:
     """What was measured before, by name; nothing of another schema."""
-    path = folder / FILE
     found = json.loads(path.read_text()) if path.exists() else {}
     known = found.get("comparisons", []) if found.get("schema_version") == SCHEMA_VERSION else []
     return {measured["name"]: measured for measured in known}
@@ -144,12 +144,12 @@ def predict_comparison(measured: dict[str, Any], case: Case) -> None:
         ours["predicted"] = predicted_row(case, ranks_of(case.world_size, profile))
 
 
-def write_result(result: dict[str, Any], out: Path, docs: Path | None) -> None:
+def write_result(result: dict[str, Any], name: str, out: Path, docs: Path | None) -> None:
     """JSON and Markdown into `out`, and into the documentation's folder where that is asked for."""
     for folder in filter(None, (out, docs)):
-        (folder / FILE).write_text(json.dumps(result, indent=1) + "\n")
-        write_page(result, folder / "cpu-two-ranks.md")
-        print(folder / "cpu-two-ranks.md", flush=True)
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_page(result, folder / f"{name}.md")
+        print(folder / f"{name}.md", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

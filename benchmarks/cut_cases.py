@@ -95,12 +95,17 @@ class Entry:
         return "one process" if self.layout.world_size == 1 else str(self.layout)
 
     @property
-    def group(self) -> str:
-        """Entries that are built, calibrated and timed together."""
+    def work(self) -> str:
+        """Entries that do the same work, to the rounding of their precision."""
         return f"{self.model} {self.precision}"
 
+    @property
+    def group(self) -> str:
+        """Entries that are built, calibrated and timed together: so many that it takes minutes. The schedules are a group."""
+        return f"{self.work} schedules" if self.layout.pp > 1 and self.work == "dense fp32" else self.work
+
     def __str__(self) -> str:
-        return f"{self.group} {self.layout_name}{' recompute' if self.recompute == 'full' else ''}"
+        return f"{self.work} {self.layout_name}{' recompute' if self.recompute == 'full' else ''}"
 
 
 def _entry(model: str, text: str, *also: Any) -> Entry:

@@ -47,13 +47,12 @@ def _speeds(groups: dict[str, Any]) -> Iterator[str]:
     parts = list(next(_rows(groups))["parts"])
     yield "| model | layout | seconds a step | speed-up over one process | over ZeRO-3 | " + " | ".join(parts) + " |"
     yield "|---|---|---|---|---|" + "---|" * len(parts)
-    for group in groups.values():
-        plain = {row["layout"]: row["seconds"] for row in group["rows"] if row["recompute"] == "none"}
-        zero_3 = plain["dp_shard=2,zero_stage=3"]
-        for row in group["rows"]:
-            shares = " | ".join(f"{row['parts'][part]:.2f}" for part in parts)
-            speed, over = plain["one process"] / row["seconds"], zero_3 / row["seconds"]
-            yield f"| {row['group']} | {_name(row)} | {row['seconds']:.2f} | {speed:.2f} | {over:.2f} | {shares} |"
+    plain = {(row["work"], row["layout"]): row["seconds"] for row in _rows(groups) if row["recompute"] == "none"}
+    for row in _rows(groups):
+        shares = " | ".join(f"{row['parts'].get(part, 0.0):.2f}" for part in parts)
+        bases = (plain.get((row["work"], layout)) for layout in ("one process", "dp_shard=2,zero_stage=3"))
+        speed, over = ("" if base is None else f"{base / row['seconds']:.2f}" for base in bases)
+        yield f"| {row['work']} | {_name(row)} | {row['seconds']:.2f} | {speed} | {over} | {shares} |"
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -73,7 +72,7 @@ def _predictions(groups: dict[str, Any]) -> Iterator[str]:
         memory.append(guess["memory_bytes"] / row["memory_bytes"] - 1)
         bare, seconds = row["predicted_by_catalogue"]["step_seconds"], row["seconds"]
         yield (
-            f"| {row['group']} | {_name(row)} | {seconds:.2f} | {guess['step_seconds']:.2f} | {errors[-1]:+.0%} | {bare:.3f} | "
+            f"| {row['work']} | {_name(row)} | {seconds:.2f} | {guess['step_seconds']:.2f} | {errors[-1]:+.0%} | {bare:.3f} | "
             f"{row['memory_bytes'] / 2**20:,.0f} | {guess['memory_bytes'] / 2**20:,.0f} | {memory[-1]:+.1%} |"
         )
     if errors:
@@ -91,4 +90,4 @@ def _pipelines(groups: dict[str, Any]) -> Iterator[str]:
     for row in _rows(groups):
         if found := row.get("utilisation"):
             shares = f"{found['measured']:.1%} | {found['of_schedule']:.1%} | {found['share']:.1%}"
-            yield f"| {row['group']} | {row['layout']} | {shares} |"
+            yield f"| {row['work']} | {row['layout']} | {shares} |"

@@ -154,26 +154,27 @@ def utilisation(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, f
     return {"measured": median(measured), "of_schedule": ideal[0], "share": median(measured) / ideal[0]}
 
 
-def measure(entries: list[Entry], num_rounds: int) -> list[dict[str, Any]]:
+def measure(entries: list[Entry], num_rounds: int, first_losses: dict[str, float]) -> list[dict[str, Any]]:
     """Time every layout of a group in turn, then take its memory.
+
+    Args:
+        first_losses: by kind of work, of groups before; gets those of this one.
 
     Raises:
         RuntimeError: a layout computes another loss than one process.
     """
     told: dict[Entry, list[list[dict[str, Any]]]] = {entry: [] for entry in entries}
     with RankPool(timeout_seconds=300.0) as pool:
-        first_losses: dict[str, float] = {}
         for entry in entries:
             loss = pool.run(entry.layout.world_size, build, entry)[0]
-            expected = first_losses.setdefault(entry.group, loss)
+            expected = first_losses.setdefault(entry.work, loss)
             if abs(loss - expected) > FIRST_LOSS_TOLERANCE[entry.precision] * expected:
-                raise RuntimeError(f"{entry}: first loss {loss}, one process has {expected}: not the same work")
+                raise RuntimeError(f"{entry}: first loss {loss}, others have {expected}: not the same work")
         for number in range(num_rounds):
             for entry in entries:
                 told[entry].append(pool.run(entry.layout.world_size, step, entry))
             print(f"{entries[0].group}: round {number + 1} of {num_rounds}", file=sys.stderr, flush=True)
-        # On a busy machine no moment is surely long enough (`allocated_by`): of two steps the lesser counts.
-        peaks = {entry: min(max(pool.run(entry.layout.world_size, peak_bytes, entry)) for _ in range(2)) for entry in entries}
+        peaks = {entry: max(pool.run(entry.layout.world_size, peak_bytes, entry)) for entry in entries}
     return [summarise(entry, rounds) | {"memory_bytes": peaks[entry]} for entry, rounds in told.items()]
 
 
@@ -182,7 +183,7 @@ def summarise(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, Any
     steps = [max(told["seconds"] for told in by_rank) for by_rank in rounds]
     row: dict[str, Any] = {
         "name": str(entry),
-        "group": entry.group,
+        "work": entry.work,
         "model": entry.model,
         "layout": entry.layout_name,
         "precision": entry.precision,
@@ -196,14 +197,15 @@ def summarise(entry: Entry, rounds: list[list[dict[str, Any]]]) -> dict[str, Any
     return row
 
 
-def measure_group(group: str, num_rounds: int) -> dict[str, Any]:
-    """Rates first, then the rows of one model in one precision, under the conditions of this moment."""
+def measure_group(group: str, num_rounds: int, first_losses: dict[str, float]) -> dict[str, Any]:
+    """Rates first, then the rows of one group, under the conditions of this moment."""
     entries = [entry for entry in ENTRIES if entry.group == group]
     load = os.getloadavg()[0]
     profile = measured_profile([(entry.shape, entry.candidate) for entry in entries], Layout(dp_replicate=2))
-    rows = measure(entries, num_rounds)
+    rows = measure(entries, num_rounds, first_losses)
     conditions = read_conditions() | {"rounds": num_rounds, "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
     measured: dict[str, Any] = {"conditions": conditions, "profile": None if profile is None else profile.as_dict(), "rows": rows}
+    measured["first_loss"] = first_losses[entries[0].work]
     return dict(json.loads(json.dumps(measured)))  # as it is read back
 
 
@@ -237,8 +239,9 @@ def main() -> int:
     folders = [arguments.out, *((DOCS,) if arguments.publish else ())]
     known = next((folder / FILE for folder in reversed(folders) if (folder / FILE).exists()), None)
     groups: dict[str, Any] = {} if known is None else json.loads(known.read_text())["groups"]
+    first_losses = {group["rows"][0]["work"]: group["first_loss"] for group in groups.values()}
     for name in [] if arguments.predict else arguments.group or names:
-        groups[name] = measure_group(name, arguments.rounds)
+        groups[name] = measure_group(name, arguments.rounds, first_losses)
         write(groups, folders)
     if not groups:
         print(f"nothing is measured yet: no {FILE} in {', '.join(map(str, folders))}", file=sys.stderr)

@@ -4,10 +4,10 @@
 
 The rows are our own: those of `benchmarks.cuts` and `benchmarks.cpu` under docs/benchmarks, each beside the profile that was
 measured right before it. Products, attention, collectives, element-wise operations and what a meeting of ranks costs are that
-profile's; what is left to fit is how much more there is between products than a sum, a norm and a gate (`bytes_share`: rotations,
-casts, copies into other orders), and the host's time to start an operation. `handoff_seconds` is for a CPU without a profile: the
-middle of those measured. The entry that is printed goes into `START` of planner_parameters.py, from where fits of the published
-rows take it over.
+profile's. What is left to fit: how much more there is between products than a sum, a norm and a gate (`bytes_share`: rotations,
+casts, copies into other orders), the host's time to start an operation, what FSDP does around each gather and reduction
+(`handoff_seconds`), and what a collective in a step reaches of its measured pace (`step_share`). The entry that is printed goes
+into `START` of planner_parameters.py, from where fits of the published rows take it over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from benchmarks.case import LLAMA_29M, Case
 from benchmarks.cut_cases import ENTRIES
@@ -30,7 +30,7 @@ from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.efficiency import Efficiency
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
-FITTED = {"bytes_share": (0.3, 6.0), "host_seconds": (1e-7, 1e-4)}
+FITTED = {"bytes_share": (0.3, 6.0), "host_seconds": (1e-7, 1e-4), "handoff_seconds": (1e-4, 1e-2), "step_share": (0.2, 1.0)}
 """With the bounds of the search."""
 FACTORS = (2.0, 1.3, 1.1, 1.03)
 PULL = 0.003
@@ -68,8 +68,10 @@ def load_rows(folder: Path = DOCS) -> list[Row]:
 
 
 def _bench_rows(folder: Path) -> list[Row]:
-    rows = []
-    for comparison in json.loads((folder / "cpu-two-ranks.json").read_text())["comparisons"]:
+    rows, comparisons = [], []
+    for name in ("cpu-two-ranks.json", "cpu-shardwright.json"):
+        comparisons += json.loads((folder / name).read_text())["comparisons"] if (folder / name).exists() else []
+    for comparison in comparisons:
         ours = comparison["contenders"].get("shardwright")
         if ours is None or comparison.get("profile") is None:
             continue
@@ -129,9 +131,7 @@ def main() -> None:
         held_out |= found
     show("each group by the others", held_out)
     print("\n".join(f"  {exp(error) - 1:+5.0%}  {name}" for name, error in held_out.items()))
-    handoffs = [row.cluster.profile.handoff_seconds for row in rows if row.cluster.profile and row.cluster.profile.handoff_seconds]
-    entry = {name: float(f"{getattr(best, name):.3g}") for name in FITTED}
-    print(f"cpu: {entry | {'handoff_seconds': float(f'{median(handoffs):.2g}')}}")
+    print(f"cpu: { {name: float(f'{getattr(best, name):.3g}') for name in FITTED} }")
 
 
 if __name__ == "__main__":

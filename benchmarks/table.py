@@ -71,7 +71,7 @@ def render_cpu(result: dict[str, Any]) -> list[str]:
         sections.append(f"## Predicted and measured\n\n{CPU_PREDICTIONS}\n\n{_predictions(predicted)}")
     if short:
         sections.append("## Where it falls short\n\n" + "\n".join(f"- {line}" for line in short))
-    elif any(OURS in comparison["contenders"] for comparison in result["comparisons"]):
+    elif any(OURS in c["contenders"] and len(c["contenders"]) > 1 for c in result["comparisons"]):
         sections.append("Every goal is met.")
     return sections
 

@@ -112,7 +112,7 @@ def plan_command(
         show(found, checked, where, top=top, seconds=seconds)
     if found.chosen is None:
         raise LayoutError(
-            f"nothing fits on {where.name}",
+            f"nothing fits on {where.name}" if found.effort.num_too_large else f"nothing can be cut over {where.name}",
             field="--cluster",
             got=f"{where.num_gpus} GPUs of {where.accelerator.memory_bytes / 2**30:.0f} GiB",
             remedy=found.remedy,
@@ -197,11 +197,17 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
 
     return {
         "recipe": recipe.name,
-        "cluster": {"name": cluster.name, "num_gpus": cluster.num_gpus, "memory_bytes": cluster.accelerator.memory_bytes},
+        "cluster": {
+            "name": cluster.name,
+            "num_gpus": cluster.num_gpus,
+            "memory_bytes": cluster.accelerator.memory_bytes,
+            "rates": cluster.rates,
+        },
         "num_steps": steps,
         "chosen": None if chosen is None else told(chosen),
         "layouts": [told(prediction) for prediction in found.layouts],
         "as_the_recipe_has_it": None if found.stated is None else told(found.stated),
+        "why_not_as_the_recipe_has_it": found.impossible,
         "rejected": [
             {
                 "name": rejection.name,

@@ -34,10 +34,14 @@ def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: 
     if template is not None and template.adapter is not None:
         told += f", LoRA of rank {template.adapter.rank}" + (" over NF4" if template.adapter.quantised else "")
     console.print(told, highlight=False)
+    if cluster.profile is not None:
+        console.print(f"rates {cluster.rates}; what is not among them is the data sheet's", highlight=False)
     if found.layouts:
         _show_layouts(console, found, recipe)
         _show_parts(console, found, "memory per GPU, GiB", _memory_columns(found), _memory_row)
         _show_parts(console, found, "seconds of a step", _time_columns(found), _time_row)
+    if found.impossible is not None:
+        console.print(f"\nnot as the recipe has it: {found.impossible}", highlight=False)
     if found.rejections:
         _show_rejections(console, found)
     if found.points:
@@ -48,7 +52,7 @@ def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: 
             console.print(f"- {sentence}", highlight=False)
     effort = found.effort
     first = min(effort.num_proven, top)
-    proven = f"the first {first} of the table are proven best; " if first else ""
+    proven = f"the first {first} of the table are proven best; " if first > 1 else "the first is proven best; " if first else ""
     console.print(
         f"\n{effort.num_predicted:,} layouts predicted in full, {effort.num_too_large:,} left out for memory by their bounds; "
         f"{proven}{format_seconds(seconds)}",

@@ -138,6 +138,15 @@ class Cluster:
         return self.inter
 
     @property
+    def rates(self) -> str:
+        """Where rates come from: data sheets, or what was measured, when and on what."""
+        profile = self.profile
+        if profile is None:
+            return "data sheets"
+        counts = f"{len(profile.matmuls)} products, {len(profile.attention)} rows of attention, {len(profile.collectives)} messages"
+        return f"measured on {profile.accelerator} at {profile.measured_at}: {counts}"
+
+    @property
     def name(self) -> str:
         """As a person says it: `4 x 8xH100-80GB-SXM over ib400`."""
         node = f"{self.gpus_per_node}x{self.accelerator.name}"

@@ -101,7 +101,7 @@ class Network:
         if self.cluster.profile is not None:
             measured = self.cluster.profile.collective_seconds(kind, group.num_ranks, local, num_bytes)
             if measured is not None:
-                return measured
+                return measured / self.efficiency.step_share
         if kind == "send":
             return self._one_way(group, num_bytes)
         if kind == "all_to_all":

@@ -34,7 +34,7 @@ def render_plan(name: str, cluster: Cluster, found: Answer) -> str:
             ("a step", format_seconds(chosen.time.step)),
             ("memory of the fullest rank", format_bytes(chosen.memory.total)),
         ]
-    lead = f"{cluster.num_gpus} x {cluster.accelerator.name}. Predicted; nothing was run."
+    lead = f"{cluster.num_gpus} x {cluster.accelerator.name}. Predicted; nothing was run. Rates: {cluster.rates}."
     panels = [panel for panel in (_layouts(found.layouts), _memory(found.layouts), _time(found.layouts), _growth(found)) if panel]
     if found.rejections:
         rows = tuple((r.name, r.reason, r.change or "nothing that is known") for r in found.rejections)

@@ -12,6 +12,7 @@ from shardwright.errors import InputError
 from shardwright.hardware import (
     AttentionRate,
     CollectiveRate,
+    ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
     load_profile,
@@ -33,6 +34,8 @@ PROFILE = MeasuredProfile(
         AttentionRate("bf16", 8192, 128, 6e14, 5e14),
         AttentionRate("bf16", 2048, 64, 3e14, 2e14),
     ),
+    elementwise=(ElementwiseRate("bf16", 1024, 512, 2e12, 1e12), ElementwiseRate("bf16", 8192, 4096, 3e12, 2e12)),
+    handoff_seconds=0.0,
 )
 
 
@@ -49,6 +52,12 @@ def test_the_nearest_product_and_sizes_between() -> None:
     assert PROFILE.collective_seconds("all_reduce", 8, 8, 501_000) == pytest.approx(7e-5)
     assert PROFILE.collective_seconds("all_reduce", 8, 8, 2_002_000) == pytest.approx(2.4e-4)
     assert PROFILE.collective_seconds("all_reduce", 16, 8, 1_000) is None
+
+
+def test_element_wise_operations_of_the_nearest_size() -> None:
+    assert PROFILE.elementwise_bytes_per_second("bf16", 512, 1024, backward=False) == 2e12
+    assert PROFILE.elementwise_bytes_per_second("bf16", 8192, 2048, backward=True) == 2e12
+    assert PROFILE.elementwise_bytes_per_second("fp32", 512, 1024, backward=False) is None
 
 
 def test_attention_of_the_nearest_width_between_measured_rows() -> None:

@@ -13,7 +13,16 @@ from shardwright.config.layout import ClusterSection
 from shardwright.config.load import validate_recipe
 from shardwright.config.schema import Recipe
 from shardwright.errors import InputError
-from shardwright.hardware import AttentionRate, CollectiveRate, MatmulRate, MeasuredProfile, load_profile, save_profile
+from shardwright.hardware import (
+    AttentionRate,
+    CollectiveRate,
+    ElementwiseRate,
+    MatmulRate,
+    MeasuredProfile,
+    load_profile,
+    save_profile,
+)
+from shardwright.hardware.load import find_accelerator
 from shardwright.layout import Layout
 from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.automatic import cluster_of
@@ -23,6 +32,7 @@ from shardwright.planner.prediction import Prediction
 from shardwright.planner.question import candidate_of, shape_of, template_of
 from shardwright.probe.calibrate import order_of, profile_of
 from shardwright.probe.doctor import Diagnosis
+from shardwright.probe.elementwise import time_elementwise
 from shardwright.probe.examination import Order
 from shardwright.probe.matmul import Rows, time_attention
 
@@ -53,11 +63,14 @@ def recipe() -> Recipe:
     )
 
 
-def measured(order: Order, flops_per_second: float, bytes_per_second: float, attends: float | None = None) -> Diagnosis:
+def measured(
+    order: Order, flops_per_second: float, bytes_per_second: float, attends: float | None = None, handoff_seconds: float = 0.0
+) -> Diagnosis:
     """As an examination of the order would end on two ranks, one of them a fifth slower; links carry 1 GB/s, after 50 us.
 
     Args:
         attends: FLOP/s of attention, where they are not those of products.
+        handoff_seconds: that a meeting of ranks costs between two pieces of work.
     """
     products = [
         asdict(MatmulRate(*shape, flops_per_second * share)) | {"rank": rank}
@@ -75,7 +88,13 @@ def measured(order: Order, flops_per_second: float, bytes_per_second: float, att
         asdict(CollectiveRate(kind, size, size, num_bytes, 50e-6 + num_bytes / 1e9)) | {"axis": "dp_shard", "ranks": [0, 1]}
         for kind, size, num_bytes in order.messages
     ]
+    elementwise = [
+        asdict(ElementwiseRate(*tensor, share * bytes_per_second, share * bytes_per_second / 2)) | {"rank": rank}
+        for tensor in order.elementwise
+        for rank, share in ((0, 1.0), (1, 0.8))
+    ]
     rates = {"products": products, "attention": attention, "copies": copies, "collectives": collectives}
+    rates |= {"elementwise": elementwise, "handoffs": [{"rank": rank, "seconds": handoff_seconds} for rank in (0, 1)]}
     return Diagnosis((), 2, str(order.layout), "cpu", "x86_64", 2**34, rates)
 
 
@@ -107,6 +126,14 @@ def test_every_look_up_of_the_planner_is_measured(recipe: Recipe, monkeypatch: p
             missed.append((precision, row_tokens, head_dim))
         return attend(self, precision, row_tokens, head_dim, backward=backward)
 
+    between = MeasuredProfile.elementwise_bytes_per_second
+
+    def look_between(self: MeasuredProfile, precision: str, tokens: int, width: int, *, backward: bool) -> float | None:
+        if not any((rate.precision, rate.tokens, rate.width) == (precision, tokens, width) for rate in self.elementwise):
+            missed.append((precision, tokens, width))
+        return between(self, precision, tokens, width, backward=backward)
+
+    monkeypatch.setattr(MeasuredProfile, "elementwise_bytes_per_second", look_between)
     monkeypatch.setattr(MeasuredProfile, "matmul_flops_per_second", look)
     monkeypatch.setattr(MeasuredProfile, "attention_flops_per_second", look_for_rows)
     predicted(recipe, tmp_path / "here.json")
@@ -139,6 +166,44 @@ def test_slow_attention_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) ->
     # 4 rows of 256, 4 layers, 6 heads of 32: forward and 2.5 times that backward, at nine tenths of what was said.
     flops = 3.5 * 4 * 2 * (2 * 6 * 32) * (4 * 256) * (257 / 2)
     assert seconds[0] - seconds[1] == pytest.approx(flops / (0.9 * 1e8) - flops / (0.9 * 1e10), rel=1e-6)
+
+
+def test_what_lies_between_products_is_what_the_plan_says(recipe: Recipe, tmp_path: Path) -> None:
+    order = order_of(recipe, LAYOUT, device="cpu", calibrates=True)
+    profile = profile_of(measured(order, 1e11, 1e10), order)
+    assert [(rate.precision, rate.tokens, rate.width) for rate in profile.elementwise] == [("bf16", 1024, 192)]
+    seconds = []
+    for share in (1.0, 0.01):
+        (rate,) = profile.elementwise
+        slow = replace(
+            rate,
+            forward_bytes_per_second=share * rate.forward_bytes_per_second,
+            backward_bytes_per_second=share * rate.backward_bytes_per_second,
+        )
+        save_profile(replace(profile, elementwise=(slow,)), tmp_path / "here.json")
+        seconds.append(predicted(recipe, tmp_path / "here.json").time.compute)
+    # 4 layers of two norms, two sums, rotations and a gate on 1024 tokens; at a hundredth of the pace 99 times as much on top.
+    width, heads, inner = 1024 * 192, 1024 * (192 + 96), 1024 * 512
+    forward, backward = 2 * (10 * width + 3 * heads + 5 * inner), 2 * (12 * width + 3 * heads + 11 * inner)
+    share = load_efficiencies().of(find_accelerator("CPU")).bytes_share
+    once = 4 * share * (forward / (0.9 * 1e10) + backward / (0.9 * 5e9))
+    assert seconds[1] - seconds[0] == pytest.approx(99 * once, rel=1e-6)
+
+
+def test_every_collective_of_a_step_pays_for_its_meeting(recipe: Recipe, tmp_path: Path) -> None:
+    order = order_of(recipe, LAYOUT, device="cpu", calibrates=True)
+    seconds = []
+    for handoff in (0.0, 0.002):
+        save_profile(profile_of(measured(order, 1e11, 1e10, handoff_seconds=handoff), order), tmp_path / "here.json")
+        seconds.append(predicted(recipe, tmp_path / "here.json").time.data)
+    # Of four layers and the ends: gathered in both passes, reduced in one; the ends are gathered once.
+    assert seconds[1] - seconds[0] == pytest.approx(0.002 * (3 * 4 + 2), rel=0.15)
+
+
+def test_element_wise_operations_are_measured_as_they_are_counted() -> None:
+    rate = time_elementwise("bf16", 64, 32, torch.device("cpu"), seconds=0.002)
+    assert (rate.precision, rate.tokens, rate.width) == ("bf16", 64, 32)
+    assert min(rate.forward_bytes_per_second, rate.backward_bytes_per_second) > 0
 
 
 def test_attention_is_measured_as_it_is_counted() -> None:
