@@ -123,6 +123,8 @@ class Engine:
     """Experts lie over the tensor-parallel ranks, too, none of them cut; each rank sends the rows of its part of the sequence."""
     stage_rule: StageRule = "weighed"
     """How layers are dealt to pipeline stages."""
+    gathers_tensors: bool = False
+    """zero_stage 3 gathers and reduces each tensor by itself, rather than a block's together."""
     defers_stage_2: bool = False
     """zero_stage 2 reduces gradients once per step rather than with every micro-batch."""
 

@@ -32,6 +32,8 @@ class Framework:
     since_2025: Engine | None = None
     """Where the releases that run on the accelerators of 2025 (H200, Blackwell) keep other things than those before."""
     zero_stage: ZeroStage = 1
+    copies_adapted: bool = False
+    """With adapters each rank holds the whole frozen model, unless a row says that it is sharded."""
     zero_stage_in_pipeline: ZeroStage | None = None
     """What a stated stage 3 is under pp: torchtitan gathers once per step there and keeps parameters whole between passes."""
     recompute: RecomputeKind = "none"
@@ -219,6 +221,7 @@ FRAMEWORKS: dict[str, Framework] = {
         # fp32 (peft's prepare_model_for_kbit_training).
         _HUGGING_FACE,
         zero_stage=3,
+        copies_adapted=True,
         recompute_of_quantised="full",
         sequence_parallel=False,
     ),
@@ -226,6 +229,7 @@ FRAMEWORKS: dict[str, Framework] = {
         # Its README has 18 bytes a parameter for full tuning of 7B with mixed precision, and 8 for "pure_bf16".
         replace(_HUGGING_FACE, name="llama-factory", unquantised_bytes=None),
         zero_stage=3,
+        copies_adapted=True,
         recompute="full",
         sequence_parallel=False,
     ),
@@ -233,6 +237,7 @@ FRAMEWORKS: dict[str, Framework] = {
         # `bf16: true` loads weights in bf16 and trains them so; examples recompute, and keep logits of whole rows.
         _pure(replace(_HUGGING_FACE, name="axolotl")),
         zero_stage=3,
+        copies_adapted=True,
         recompute="full",
         sequence_parallel=False,
     ),
@@ -313,6 +318,11 @@ _PERFORMANCE_RECIPES = r"nemo|megatron-bridge|dgxc"
 """Tables of NVIDIA's, whose recipes set `grad_reduce_in_fp32 = False` (scripts/performance of NeMo and of Megatron-Bridge)."""
 
 
+_FIRST_ZERO_3 = r"2104\.04473|megatron-lm"
+"""The paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor after the other; later ones gather a bucket at
+once."""
+
+
 def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, accelerator: Accelerator) -> Engine:
     """How the row's trainer keeps things: its release's habits, and what the row's notes say of them."""
     recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
@@ -330,6 +340,8 @@ def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, acce
         engine = replace(engine, norm_tensors=2.0)  # one fused kernel keeps its input and its output
     if engine.name == "megatron-core" and re.search(_PERFORMANCE_RECIPES, f"{row['notes.framework']} {row['source']}".lower()):
         engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
+    if engine.name == "deepspeed" and re.search(_FIRST_ZERO_3, row["source"].lower()):
+        engine = replace(engine, gathers_tensors=True)
     if row["notes.gradients"] and engine.gradient_bytes:
         beside = engine.gradient_bytes if engine.summed_apart else 0.0
         engine = replace(engine, gradient_bytes=4.0 + beside, reduce_bytes=4.0)

@@ -157,9 +157,10 @@ def _fill_stages(shape: ModelShape, layout: Layout) -> ModelShape:
 
 
 def _likely_framework(row: Mapping[str, str]) -> str:
-    """Of a row that names no trainer: Megatron where the model is cut, PyTorch's FSDP where only data is."""
-    cut = any((_whole(row, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
-    return "megatron-core" if cut else "torchtitan"
+    """Of a row that names no trainer: Megatron where the model is cut, Hugging Face's where it is fine-tuned, else PyTorch's."""
+    if any((_whole(row, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep")):
+        return "megatron-core"
+    return "torchtitan" if row["task"] in ("", "pretrain") else "huggingface"
 
 
 def _whole(row: Mapping[str, str], name: str) -> int | None:
@@ -200,7 +201,8 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
     data = max(1, cluster.num_gpus // (tp * pp * cp))
     ep, _ = expert_parallel(row, _whole(row, "ep") or 1, tp, data * cp)
     stated = row["zero_stage"]
-    stage = int(stated) if stated in ("0", "1", "2", "3") else framework.zero_stage
+    usual = 0 if framework.copies_adapted and _adapter(row) is not None else framework.zero_stage
+    stage = int(stated) if stated in ("0", "1", "2", "3") else usual
     stage = 1 if stage == 0 and (ep > 1 or cp > 1) else stage
     if stage == 3 and pp > 1 and framework.zero_stage_in_pipeline is not None:
         stage = framework.zero_stage_in_pipeline

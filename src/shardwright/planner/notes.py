@@ -65,7 +65,7 @@ NOTE_KEYS: dict[str, str] = {
     ),
     "chunked_loss": r"(?i)(liger|fused[- ]linear[- ]cross|cut[- ]cross[- ]entropy|chunked[- ](?:cross[- ]entropy|loss|CE)\b)",
     "fabric": r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
-    "half_weights": r"(bf16-true)",
+    "half_weights": r"((?i:bf16-true|pure[_ -]bf16))",
     "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
     "expert_tensor": r"\bETP=(\d+)",
     "routing": r"\b(tokendrop)\b",

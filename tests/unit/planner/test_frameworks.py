@@ -60,7 +60,7 @@ def test_bytes_of_a_parameter_in_half_precision_and_under_autocast() -> None:
     assert (tune.weights, tune.gradients, tune.optimizer) == (2 * num, 2 * num, 4 * num)
     assert (factory.weights, factory.gradients, factory.optimizer) == (4 * num, 4 * num, 8 * num)
     assert factory.gathered > 0  # casts
-    pure = case(source="LLaMA-Factory", task="full", gpus=1, notes="bf16-true").candidate.engine
+    pure = case(source="LLaMA-Factory", task="full", gpus=1, notes="pure_bf16").candidate.engine
     assert memory(pure, gradient_accumulation_steps=2).optimizer == 4 * num
 
 
@@ -76,6 +76,13 @@ def test_performance_recipes_sum_in_half_precision_and_others_in_fp32() -> None:
 def test_a_run_under_deepspeed_holds_what_deepspeed_holds() -> None:
     assert case(source="Hugging Face", notes="ZeRO-3").candidate.engine == FRAMEWORKS["deepspeed"].engine
     assert case(source="Hugging Face", notes="FSDP").candidate.engine == FRAMEWORKS["huggingface"].engine
+
+
+def test_fine_tuning_without_a_name_is_hugging_faces_and_copies_what_it_adapts() -> None:
+    adapted, full, pretrained = case(task="lora"), case(task="full"), case()
+    assert (adapted.framework, full.framework, pretrained.framework) == ("huggingface", "huggingface", "torchtitan")
+    assert (adapted.candidate.layout.zero_stage, full.candidate.layout.zero_stage) == (0, 3)
+    assert case(task="lora", zero_stage="3").candidate.layout.zero_stage == 3
 
 
 def test_gradients_find_little_room_in_what_activations_leave() -> None:
