@@ -69,11 +69,20 @@ OFF_FIELDS: dict[str, tuple[Any, ...]] = {
 """Fields of some families that others may carry switched off; any other value is refused."""
 
 
+_STATEFUL = (
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3_next",
+    "rwkv", "zamba", "zamba2",
+)  # fmt: skip
+"""Families of state-space models and their hybrids."""
+
 _REMEDIES = {
     "gemma3": "This holds images too. Save its language model alone and read that: its model_type is gemma3_text",
     "phi": "phi3 is supported; the older phi is not",
     "gemma": "gemma2 and gemma3_text are supported; the first gemma is not",
     "qwen": "qwen2 and qwen3 are supported; the first qwen is not",
+    **dict.fromkeys(
+        _STATEFUL, "It has layers that carry a state along the row in place of attention; a decoder here is attention throughout"
+    ),
 }
 
 

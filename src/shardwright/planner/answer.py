@@ -13,12 +13,12 @@ from shardwright.planner.explain import explain
 from shardwright.planner.facts import ModelFacts, facts_of
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.question import candidate_of, question_of, shape_of, template_of
+from shardwright.planner.question import candidate_of, question_of, shape_of, template_of, why_no_candidate
 from shardwright.planner.rejections import Rejection, cheapest_change, reject, why_not_at_all
 from shardwright.planner.rules import divisors
 from shardwright.planner.scaling import ScalePoint, fewest_gpus, scale
 from shardwright.planner.search import search
-from shardwright.planner.space import Question
+from shardwright.planner.space import Question, Space
 from shardwright.units import format_bytes
 
 
@@ -33,8 +33,8 @@ class Effort:
 
 @dataclass(frozen=True)
 class Answer:
-    """Layouts best first; the chosen one among them; the recipe's own; the textbooks' that lose; growth; reasons; and where nothing
-    fits, the smallest change or number of devices that would."""
+    """Layouts best first; the chosen one among them; the recipe's own, or why that cannot be; the textbooks' that lose; growth;
+    reasons; and where nothing fits, the smallest change or number of devices that would."""
 
     layouts: tuple[Prediction, ...]
     chosen: Prediction | None
@@ -44,6 +44,8 @@ class Answer:
     sentences: tuple[str, ...]
     effort: Effort
     remedy: str | None = None
+    impossible: str | None = None
+    """Why the recipe as it stands cannot run on so many devices, whatever their memory."""
 
 
 def answer(
@@ -69,23 +71,32 @@ def answer(
     question = question_of(recipe, template, cluster.num_gpus)
     found = search(predictor, question, top=top)
     stated = candidate_of(recipe, template, cluster.num_gpus)
-    possible = stated is not None and why_not_at_all(predictor, question, stated) is None
+    impossible = why_no_candidate(recipe, template, cluster.num_gpus)
+    if stated is not None:
+        impossible = why_not_at_all(predictor, question, stated)
     return Answer(
         layouts=tuple(found.predictions[:top]),
         chosen=found.chosen,
-        stated=predictor.predict(stated) if stated is not None and possible else None,
+        stated=None if stated is None or impossible else predictor.predict(stated),
         rejections=tuple(reject(predictor, question)),
         points=tuple(scale(facts, cluster, efficiency, question, gpu_counts)),
         sentences=tuple(explain(predictor, question, found)) if explained else (),
         effort=Effort(found.num_proven, found.num_predicted, found.num_too_large),
         remedy=None if found.chosen else _remedy(facts, cluster, efficiency, predictor, question),
+        impossible=impossible,
     )
 
 
 def _remedy(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, predictor: Predictor, question: Question) -> str:
     """The smallest change, or the number of devices, with which something fits."""
-    told = []
+    told: list[str] = []
     num = question.num_gpus
+    if not _can_be_cut(facts, cluster, question, num):
+        counts = _nearest_counts(facts, cluster, question)
+        batch = question.global_batch_size or "as many as the ranks'"
+        return f"No degrees that divide the model's heads, widths and layers and a batch of {batch} sequences make {num:,}; " + (
+            f"{' or '.join(f'{count:,}' for count in counts)} GPUs can be cut so" if counts else "Change the global batch"
+        )
     for degree in (d for d in divisors(num) if d <= cluster.domain_size):
         layout = replace(question.template.layout, tp=degree, dp_shard=num // degree, zero_stage=3 if num > degree else 0)
         total = question.global_batch_size or num // degree
@@ -106,3 +117,16 @@ def _remedy(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, predict
         size = format_bytes(more.memory.total)
         told.append(f"{more.num_gpus} of these GPUs would do: {more.candidate.describe()}, {size} each")
     return "; ".join(told) or "Shorten training.sequence_length, or take a smaller model or larger GPUs"
+
+
+def _can_be_cut(facts: ModelFacts, cluster: Cluster, question: Question, num_gpus: int) -> bool:
+    """Whether any degrees make so many devices, whatever their memory."""
+    return any(Space(facts, replace(question, num_gpus=num_gpus), cluster.domain_size).degrees())
+
+
+def _nearest_counts(facts: ModelFacts, cluster: Cluster, question: Question) -> list[int]:
+    """The next smaller and the next larger number of devices that degrees can make."""
+    num = question.num_gpus
+    ways = (range(num - 1, 0, -1), range(num + 1, 2 * num + 1))
+    found = [next((count for count in way if _can_be_cut(facts, cluster, question, count)), None) for way in ways]
+    return [count for count in found if count is not None]

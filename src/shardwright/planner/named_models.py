@@ -357,7 +357,12 @@ def _depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
     layers = _integer(row, "layers", 0)
     usual = (stated / 12 / layers) ** (1 / 2) if layers else (128 * stated / 12) ** (1 / 3)
     width = _integer(row, "hidden", 128 * round(usual / 128) or None)
-    return _integer(row, "layers", round(stated / (12 * width**2)) or None), width
+    if (layers := _integer(row, "layers", round(stated / (12 * width**2)) or None)) > _MOST_LAYERS:
+        raise ArchitectureError("no model is so deep", field="measurements.layers", got=layers, allowed=f"at most {_MOST_LAYERS}")
+    return layers, width
+
+
+_MOST_LAYERS = 1000
 
 
 def _stated_parameters(row: Mapping[str, str]) -> float:

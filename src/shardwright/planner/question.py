@@ -108,15 +108,25 @@ def question_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Question:
 
 def candidate_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:
     """The recipe as it stands, on `num_gpus` devices; None where its layout is `auto` or does not fit their number."""
+    return _candidate_of(recipe, template, num_gpus)[0]
+
+
+def why_no_candidate(recipe: Recipe, template: Candidate, num_gpus: int) -> str | None:
+    """Why the recipe as it stands cannot run on so many devices; None where it can, or where it leaves its layout open."""
+    return None if recipe.layout.auto else _candidate_of(recipe, template, num_gpus)[1]
+
+
+def _candidate_of(recipe: Recipe, template: Candidate, num_gpus: int) -> tuple[Candidate | None, str | None]:
     try:
         layout = resolve_layout(recipe.layout, num_gpus)
         batch = resolve_batch(recipe.training, layout.data_ranks)
-    except (LayoutError, RecipeError):
-        return None
-    return replace(
+    except (LayoutError, RecipeError) as error:
+        return None, error.problem
+    candidate = replace(
         template,
         layout=layout,
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
         recompute=recipe.recompute,
     )
+    return candidate, None

@@ -44,6 +44,9 @@ PATIENCE = 200
 """Choices that are opened after the fastest is known, for the rest of the table; after that only simpler ones as good as the
 best."""
 
+MORE_PATIENCE = 4
+"""Times so many choices are opened while fewer layouts were met than the table has rows: where little fits, few are."""
+
 
 @dataclass
 class Found:
@@ -135,10 +138,11 @@ class _Search:
             bound, cuts, _, open_ = heapq.heappop(self._heap)
             if self._done:
                 near = bound <= next(iter(self._done.values())).time.step * (1 + SAME_SHARE)
-                full = left < 0 or len(self._done) >= top
+                spent = left < 0 and (len(self._seen) >= top or left < (1 - MORE_PATIENCE) * patience)
+                full = spent or len(self._done) >= top
                 if full and not near:
                     break
-                if left < 0 and self._best_cuts is not None and cuts >= self._best_cuts:
+                if spent and self._best_cuts is not None and cuts >= self._best_cuts:
                     continue  # neither faster nor simpler
                 left -= 1
             open_()

@@ -43,7 +43,14 @@ def test_broken_json_is_our_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "remedy"), [("gemma3", "gemma3_text"), ("lama", "Did you mean `llama`"), (None, "one of these"), ("bert", "one of")]
+    ("family", "remedy"),
+    [
+        ("gemma3", "gemma3_text"),
+        ("lama", "Did you mean `llama`"),
+        (None, "one of these"),
+        ("bert", "one of"),
+        ("jamba", "attention throughout"),
+    ],
 )
 def test_other_families_are_refused(family: str | None, remedy: str) -> None:
     with pytest.raises(ArchitectureError, match=remedy) as caught:

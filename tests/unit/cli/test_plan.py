@@ -149,3 +149,21 @@ def test_layout_auto_and_degrees_contradict_each_other(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="`auto` chooses `tp` itself"):
         validate_recipe(RECIPE | {"layout": {"auto": True, "tp": 2}})
     assert load_recipe(recipe, [], "auto").layout.auto
+
+
+def test_a_recipe_that_cannot_run_as_it_stands_says_why(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(recipe), *A100, "--set", "layout.pp=1000", "--top", "1", "--json"]) == ExitCode.DONE
+    answer = told(capsys)
+    assert answer["as_the_recipe_has_it"] is None
+    assert "1000 does not divide 8 ranks" in answer["why_not_as_the_recipe_has_it"]
+
+
+def test_a_number_of_gpus_that_nothing_divides_names_the_nearest_that_something_does(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(recipe), "--cluster", "7xA100-80GB", "--nodes", "11"]) == ExitCode.WRONG_INPUT
+    error = capsys.readouterr().err
+    assert "nothing can be cut over 11 x 7xA100-80GB-SXM" in error
+    assert "make 77; 76 or 78 GPUs can be cut so" in error, (
+        "11 divides neither heads nor batch, and 7 x 11 stages are more than layers"
+    )

@@ -175,6 +175,8 @@ def test_a_model_of_which_nothing_is_known_is_refused() -> None:
     blank = dict.fromkeys(ROW, "")
     with pytest.raises(InputError, match="how large it is"):
         shape_of_row(blank | {"model_name": "Mystery"})
+    with pytest.raises(InputError, match="so deep"):
+        shape_of_row(blank | {"model_name": "Mystery-7B", "hidden": "128"})
 
 
 def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
