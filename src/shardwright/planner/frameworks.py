@@ -242,14 +242,14 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "torchtune": Framework(
-        # `dtype: bf16` holds for weights, gradients and states. The loss turns one of eight chunks of bf16 logits to fp32 at a
-        # time (CEWithChunkedOutputLoss), and its gradient takes their place.
+        # `dtype: bf16` holds for weights, gradients and states. The loss projects, casts and reduces an eighth of the rows at a time
+        # (LinearCrossEntropyLoss): bf16, fp32 and log-softmax of so many logits.
         _pure(
             Engine(
                 "torchtune",
                 gated_tensors=4.0,
                 norm_tensors=3.0,
-                logit_bytes=3.0,
+                logit_bytes=10.0 / 8,
                 nf4_bytes=_DOUBLE_QUANTISED_BYTES,
                 frozen_drops_inputs=True,
             )

@@ -177,9 +177,11 @@ _TUNE = {"source": "torchtune", "mem_metric": "max_memory_allocated", "seq_len":
         *(({**_QWEN_7B, **_PEFT, "seq_len": tokens}, found) for tokens, found in ((256, 20.1), (1024, 21.5), (4096, 29.7))),
         *(({**_QWEN_2B, **_PEFT, "seq_len": tokens}, found) for tokens, found in ((256, 6.7), (1024, 8.4), (4096, 16.2))),
         ({**_QWEN_2B, "source": "DeepSpeed", "task": "full", "recompute": "full", "seq_len": 1024, "global_batch": 8}, 43.5),
-        # torchtune on an A100: all weights without and with recomputation, in GiB.
+        # torchtune on an A100: all weights without and with recomputation, LoRA and QLoRA, in GiB.
         ({**_LLAMA_3B, **_TUNE, "task": "full", "recompute": "none"}, 42.9 * 1.0737),
         ({**_LLAMA_3B, **_TUNE, "task": "full", "recompute": "full"}, 24.9 * 1.0737),
+        ({**_LLAMA_3B, **_TUNE, "task": "lora", "recompute": "full"}, 8.5 * 1.0737),
+        ({**_LLAMA_3B, **_TUNE, "task": "qlora", "recompute": "full"}, 4.6 * 1.0737),
     ],
 )
 def test_memory_of_fine_tuning_that_others_published(row: dict[str, object], gigabytes: float) -> None:
