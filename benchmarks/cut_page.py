@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.cut_cases import GLOBAL_BATCH, MICRO_BATCHES, TOKENS
 
-NOTES = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "cuts-two-ranks.notes.md"
 
-
-def page(result: dict[str, Any]) -> str:
-    """All tables in Markdown."""
+def page(result: dict[str, Any], notes: str = "") -> str:
+    """All tables in Markdown, with what a program cannot know."""
     groups = result["groups"]
     conditions = next(iter(groups.values()))["conditions"]
     lines = [
@@ -33,8 +30,8 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {told['date']}, commit {told['commit']} | {told['rounds']} | {before}, {after} |")
     lines += ["", "## Speed", "", *_speeds(groups), "", "Parts are seconds on rank 0.", "", "## Predicted and measured", ""]
     lines += [*_predictions(groups), "", "## Pipelines beside their schedules", "", *_pipelines(groups)]
-    if NOTES.exists():
-        lines += ["", NOTES.read_text(encoding="utf-8").rstrip()]
+    if notes:
+        lines += ["", notes.rstrip()]
     return "\n".join(lines) + "\n"
 
 

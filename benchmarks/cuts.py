@@ -4,6 +4,7 @@
     python -m benchmarks.cuts --group 'dense bf16'  these only (a model and a precision); repeatable
     python -m benchmarks.cuts --predict             measure nothing: predict anew what the JSON holds, and write the page again
     python -m benchmarks.cuts --publish             into docs/benchmarks as well
+    python -m benchmarks.cuts --name cuts-predicted by another name: of a busy machine, say, whose speeds nobody should quote
 
 All layouts of a model do the same work: the same global batch and tokens, one thread a rank. Those of one precision are timed in
 turn, round by round, so that what slows the machine slows them alike; a layout whose first loss differs from one process's is an
@@ -49,7 +50,6 @@ from shardwright.train.step import StepTimes, accumulate_gradients, update
 from shardwright.verify.pool import RankPool
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
-FILE = "cuts-two-ranks.json"
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 
 
@@ -229,6 +229,7 @@ def main() -> int:
     parser.add_argument("--group", action="append", default=[], metavar="NAME", help=f"of {', '.join(names)}; repeatable")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--predict", action="store_true", help="measure nothing; predict the rows of the JSON anew")
+    parser.add_argument("--name", default="cuts-two-ranks", help="of the JSON and the page (default cuts-two-ranks)")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--publish", action="store_true", help="write into docs/benchmarks as well")
     arguments = parser.parse_args()
@@ -237,28 +238,31 @@ def main() -> int:
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     folders = [arguments.out, *((DOCS,) if arguments.publish else ())]
-    known = next((folder / FILE for folder in reversed(folders) if (folder / FILE).exists()), None)
-    groups: dict[str, Any] = {} if known is None else json.loads(known.read_text())["groups"]
+    files = [folder / f"{arguments.name}.json" for folder in folders]
+    known = next((path for path in reversed(files) if path.exists()), None)
+    groups: dict[str, Any] = {} if known is None else json.loads(known.read_text()).get("groups", {})
     first_losses = {group["rows"][0]["work"]: group["first_loss"] for group in groups.values()}
     for name in [] if arguments.predict else arguments.group or names:
         groups[name] = measure_group(name, arguments.rounds, first_losses)
-        write(groups, folders)
+        write(groups, files)
     if not groups:
-        print(f"nothing is measured yet: no {FILE} in {', '.join(map(str, folders))}", file=sys.stderr)
+        print(f"nothing is measured yet: no {' or '.join(map(str, files))}", file=sys.stderr)
         return 2
-    print(write(groups, folders))
+    print(write(groups, files))
     return 0
 
 
-def write(groups: dict[str, Any], folders: list[Path]) -> str:
-    """JSON and page into each folder, predictions made anew; the page. Groups stand in the order of `ENTRIES`."""
+def write(groups: dict[str, Any], files: list[Path]) -> str:
+    """Each JSON file and its page, predictions made anew; the page. Groups stand in the order of `ENTRIES`."""
     predict_rows(groups)
     names = [name for name in dict.fromkeys(entry.group for entry in ENTRIES) if name in groups]
     result = {"schema_version": 2, "models": MODELS, "groups": {name: groups[name] for name in names}}
-    for folder in folders:
-        (folder / FILE).write_text(json.dumps(result, indent=1) + "\n")
-        (folder / FILE.replace(".json", ".md")).write_text(page(result))
-    return page(result)
+    notes = DOCS / f"{files[0].stem}.notes.md"
+    told = page(result, notes.read_text(encoding="utf-8") if notes.exists() else "")
+    for path in files:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.with_suffix(".md").write_text(told)
+    return told
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ The rows are our own: those of `benchmarks.cuts` and `benchmarks.cpu` under docs
 measured right before it. Products, attention, collectives, element-wise operations and what a meeting of ranks costs are that
 profile's. What is left to fit: how much more there is between products than a sum, a norm and a gate (`bytes_share`: rotations,
 casts, copies into other orders), the host's time to start an operation, what FSDP does around each gather and reduction
-(`handoff_seconds`), and what a collective in a step reaches of its measured pace (`step_share`). The entry that is printed goes
-into `START` of planner_parameters.py, from where fits of the published rows take it over.
+(`handoff_seconds`), what a collective in a step reaches of its measured pace (`step_share`), and experts' products, whose rows are
+few and uneven, of theirs (`expert_share`). The entry that is printed goes into `START` of planner_parameters.py, from where fits of
+the published rows take it over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from benchmarks.case import LLAMA_29M, Case
 from benchmarks.cut_cases import ENTRIES
@@ -30,7 +32,13 @@ from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.efficiency import Efficiency
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
-FITTED = {"bytes_share": (0.3, 6.0), "host_seconds": (1e-7, 1e-4), "handoff_seconds": (1e-4, 1e-2), "step_share": (0.2, 1.0)}
+FITTED = {
+    "bytes_share": (0.3, 6.0),
+    "host_seconds": (1e-7, 1e-4),
+    "handoff_seconds": (1e-4, 1e-2),
+    "step_share": (0.2, 1.0),
+    "expert_share": (0.3, 1.0),
+}
 """With the bounds of the search."""
 FACTORS = (2.0, 1.3, 1.1, 1.03)
 PULL = 0.003
@@ -56,7 +64,10 @@ class Row:
 def load_rows(folder: Path = DOCS) -> list[Row]:
     """Rows of both files; of groups whose rates could not be measured there are none."""
     rows, entries = [], {str(entry): entry for entry in ENTRIES}
-    for name, group in json.loads((folder / "cuts-two-ranks.json").read_text())["groups"].items():
+    groups: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("cuts-*.json")):
+        groups |= json.loads(path.read_text()).get("groups", {})
+    for name, group in groups.items():
         if group["profile"] is None:
             continue
         profile = read_profile(group["profile"])

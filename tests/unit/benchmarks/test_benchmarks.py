@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,20 @@ import torch
 
 from shardwright.architecture import read_config
 from shardwright.data.order import SampleOrder
+from shardwright.hardware import ElementwiseRate, MeasuredProfile
+from shardwright.hardware.load import find_accelerator
+from shardwright.planner.achieved import load_efficiencies
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # `benchmarks` is a program of the checkout, not a part of the package
 
-from benchmarks import cpu, gpu, launch, table  # noqa: E402
+from benchmarks import cpu, fit_cpu, gpu, launch, table  # noqa: E402
 from benchmarks.case import LLAMA_29M, Case, batch_of_step, shifted_labels, synthetic_tokens  # noqa: E402
 from benchmarks.contenders import CONTENDERS, TITLES  # noqa: E402
+from benchmarks.cut_cases import ENTRIES  # noqa: E402
+from benchmarks.cut_page import page  # noqa: E402
 from benchmarks.pace import Pace, high_water_bytes  # noqa: E402
+from benchmarks.predicted import ranks_of  # noqa: E402
 from benchmarks.shapes import SHAPES, TINY  # noqa: E402
 
 
@@ -178,6 +187,79 @@ def test_a_contender_s_missing_package_is_a_skip_with_its_name(monkeypatch: pyte
     contenders, skipped = gpu.find_contenders([])
     assert "shardwright" not in contenders
     assert skipped["shardwright"] == "not installed: pydantic"
+
+
+def test_a_case_that_breaks_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(case: gpu.GpuCase, *_: Any) -> dict[str, Any]:
+        if case.variant:
+            raise RuntimeError("broken on purpose")
+        keys = ("sequence_length", "micro_batch_size", "compile", "recompute")
+        return {"name": case.name, "shape": "tiny", "matmul_flops_per_second": 1.0, "contenders": {}} | dict.fromkeys(keys, 0)
+
+    ceiling = {"name": "some", "matmul_flops_per_second": 1.0, "copy_bytes_per_second": 1.0}
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu, "measure_ceiling", lambda device: ceiling)
+    cases = [gpu.GpuCase("tiny", TINY["tiny"], 64, variant) for variant in ("-compile", "", "-recompute")]
+    assert gpu.measure_cases(cases, [], {}, argparse.Namespace(device="cpu", out=tmp_path))
+    result = json.loads((tmp_path / "one-gpu.json").read_text())
+    assert [case["name"] for case in result["cases"]] == ["tiny-64"]
+    assert result["skipped"].keys() == {"tiny-64-compile", "tiny-64-recompute"}
+    assert "broken on purpose" in (tmp_path / "one-gpu.md").read_text()
+
+
+def test_the_gpu_benchmark_starts_without_our_packages() -> None:
+    """A borrowed machine's Python may lack what ours needs; then the others are measured, and ours is named as skipped."""
+    program = (
+        "import sys\n"
+        "for name in ('pydantic', 'yaml', 'rich', 'safetensors', 'psutil'): sys.modules[name] = None\n"
+        "sys.argv = ['gpu', '--list']\n"
+        "from benchmarks import gpu\n"
+        "raise SystemExit(gpu.main())\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_predictions_stand_beside_measurements() -> None:
+    result = make_cpu_result(speed=1.0, memory=1.0)
+    guess = {"tokens_per_second": 800.0, "memory_bytes": 90 * 2**20, "reserved_bytes": 99 * 2**20}
+    ours = result["comparisons"][0]["contenders"]["shardwright"]
+    ours |= {"predicted": guess, "peak_allocated_bytes": 100 * 2**20}
+    result["comparisons"][0]["name"] = "zero3-bf16"
+    assert "| zero3-bf16 | 1,000 | 800 | +25% | 100 | 90 | -10.0% |" in table.render(result)
+    ours["peak_reserved_bytes"] = 110 * 2**20
+    assert "| zero3-bf16 | 1,000 | 800 | +25% | 100 | 90 | -10.0% | 110 | 99 | -10.0% |" in table.render(result)
+
+
+def test_every_cut_s_prediction_stands_beside_its_measurement() -> None:
+    def row(layout: str, seconds: float) -> dict[str, Any]:
+        guess = {"step_seconds": 1.1 * seconds, "memory_bytes": 98 * 2**20}
+        return {
+            "work": "dense fp32", "layout": layout, "recompute": "none", "seconds": seconds, "parts": {"forward": 1.0},
+            "memory_bytes": 100 * 2**20, "predicted": guess, "predicted_by_catalogue": {"step_seconds": 0.1},
+        }  # fmt: skip
+
+    conditions = make_cpu_result(1.0, 1.0)["conditions"] | {"rounds": 3, "load_average": [0.1, 0.2]}
+    rows = [row("one process", 4.0), row("dp_shard=2,zero_stage=3", 2.0)]
+    told = page({"groups": {"dense fp32": {"conditions": conditions, "profile": None, "rows": rows}}}, "Because of the weather.")
+    assert "| dense fp32 | dp_shard=2,zero_stage=3 | 2.00 | 2.00 | 1.00 | 1.00 |" in told
+    assert "| dense fp32 | one process | 4.00 | 4.40 | +10% | 0.100 | 100 | 98 | -2.0% |" in told
+    assert "2 rows: step time 10.0% off on average" in told
+    assert "Because of the weather." in told
+
+
+def test_a_fit_finds_what_made_the_rows() -> None:
+    start = load_efficiencies().of(find_accelerator("CPU"))
+    made_with = replace(start, bytes_share=3 * start.bytes_share, handoff_seconds=2 * start.handoff_seconds)
+    elementwise = tuple(ElementwiseRate(kind, 512, 384, 1e10, 1e10) for kind in ("fp32", "bf16"))
+    profile = MeasuredProfile("some", "EPYC-9654", "2026-01-01", 2**34, 2e10, elementwise=elementwise, handoff_seconds=1e-3)
+    rows = []
+    for entry in [entry for entry in ENTRIES if entry.model == "dense" and entry.layout.pp == 1][:4]:
+        row = fit_cpu.Row(entry.group, str(entry), entry.shape, entry.candidate, ranks_of(entry.layout.world_size, profile), 1.0)
+        rows.append(replace(row, seconds=exp(row.error(made_with))))
+    assert max(abs(row.error(start)) for row in rows) > 0.2
+    found = fit_cpu.fit(rows, start)
+    assert max(abs(row.error(found)) for row in rows) < 0.08
 
 
 @pytest.mark.long
