@@ -154,6 +154,8 @@ class Candidate:
     compile: bool = False
     flash_attention: bool = True
     document_tokens: int | None = None
+    fp4_layers: int | None = None
+    """With `nvfp4`: so many layers from the first are, the others stay in bf16; None: all."""
     loss_chunk_tokens: int | None = 1024
     engine: Engine = SHARDWRIGHT
 

@@ -179,7 +179,7 @@ FRAMEWORKS: dict[str, Framework] = {
         # tensors of their own. Since 2025 the compiled loss keeps two of these. Pipelines sum whole gradients in fp32 until the
         # last micro-batch.
         _TORCHTITAN,
-        since_2025=replace(_TORCHTITAN, logit_bytes=6.0, cut_logit_bytes=None, gradients_apart=False),
+        since_2025=replace(_TORCHTITAN, logit_bytes=5.0, cut_logit_bytes=None, gradients_apart=False),
         zero_stage=3,
         zero_stage_in_pipeline=2,
         recompute="selective",
@@ -242,8 +242,8 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "torchtune": Framework(
-        # `dtype: bf16` holds for weights, gradients and states. The loss projects, casts and reduces an eighth of the rows at a time
-        # (LinearCrossEntropyLoss): bf16, fp32 and log-softmax of so many logits.
+        # `dtype: bf16` holds for weights, gradients and states. The loss projects, casts and reduces an eighth of the rows at a
+        # time (LinearCrossEntropyLoss): bf16, fp32 and log-softmax of so many logits.
         _pure(
             Engine(
                 "torchtune",

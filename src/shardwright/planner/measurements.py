@@ -299,6 +299,7 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
         reference=_reference(row),
         compile=row["compile"] == "yes",
         flash_attention={"yes": True, "no": False}.get(row["flash_attention"], framework.flash_attention),
+        fp4_layers=int(row["notes.fp4_layers"]) + 1 if row["notes.fp4_layers"] else None,
         loss_chunk_tokens=1024 if row["notes.chunked_loss"] else None,
         reduce_in_bf16=row["notes.mixed_precision"] == "PURE",
         engine=engine,

@@ -266,7 +266,9 @@ def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _L
     for kind, count in zip(facts.kinds, load.layers, strict=True):
         if count:
             layer = layer_activations(facts, kind, candidate)
-            kept += layer.kept * count
+            share = 1.0 if candidate.fp4_layers is None else min(1.0, candidate.fp4_layers / facts.shape.num_layers)
+            whole = layer if share == 1.0 else layer_activations(facts, kind, replace(candidate, precision="bf16", fp4_layers=None))
+            kept += (share * layer.kept + (1.0 - share) * whole.kept) * count
             largest = max(largest, layer.kept)
             rebuilt, gradients = max(rebuilt, layer.rebuilt), max(gradients, layer.gradients)
     at_start, at_end = stage_ends(facts, candidate)

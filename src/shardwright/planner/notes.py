@@ -31,6 +31,7 @@ NOTE_KEYS: dict[str, str] = {
     "expert_width": r"MoE expert FFN=(\d+)",
     "async_tp": r"(AsyncTP|TP-comm overlap)",
     "scaling": r"\b(rowwise|tensorwise|MXFP8|NVFP4|FP8-CS|FP8-MX)\b",
+    "fp4_layers": r"NVFP4 layers 0-(\d+)",
     "schedule": r"((?i:interleaved))(?: 1F1B| schedule)",
     "selective": r"(op-level SAC|selective op AC|selective layer AC|selective AC)",
     "checkpointing": (

@@ -131,6 +131,14 @@ def test_sequences_wait_for_another_stream_only_where_there_is_room() -> None:
     assert pipelined.candidate.engine.waiting_sequences == 0
 
 
+def test_layers_that_stay_in_bf16_keep_what_they_keep_there() -> None:
+    row = {"source": "torchtitan", "gpu": "B200", "gpus": 4, "recompute": "selective"}
+    floats, all_fp4 = (predict_case(case(**row, precision=precision)).memory.activations for precision in ("bf16", "nvfp4"))
+    mixed = predict_case(case(**row, precision="nvfp4", notes="NVFP4 layers 0-23")).memory.activations
+    assert all_fp4 < floats
+    assert mixed == pytest.approx(0.75 * all_fp4 + 0.25 * floats, rel=0.02)
+
+
 def test_frozen_matrices_keep_no_inputs() -> None:
     adapters = {"task": "lora", "gpus": 1, "source": "torchtune", "recompute": "none"}
     attention, every = (case(**adapters, notes=f"LoRA r=8 {targets}") for targets in ("q_proj, v_proj", "all-linear"))
