@@ -160,6 +160,7 @@ OTHERS = (
     Parameter("frameworks", "deepspeed", "inter_share", 0.05, 0.92),
     Parameter("frameworks", "deepspeed", "data_overlap", 0.01, 1.0),
     Parameter("frameworks", "deepspeed", "bytes_share", 0.4, 4.0),
+    Parameter("frameworks", "deepspeed", "data_hop_seconds", 1e-7, 1e-4),
     # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
     Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
     Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
@@ -199,6 +200,7 @@ NANOTRON = {
     "hop_seconds": 5e-5,
     "host_seconds": 7e-5,
 }
+DEEPSPEED = {"data_hop_seconds": 1e-5}
 LATENT = {"latent_experts": {"expert_overlap": 0.75, "near_expert_overlap": 0.75}}  # three quarters of the rows are not sent
 ROUTING = {"unfused routing": {"routing_seconds": 2e-7}}  # what single rows show of NeMo's boards of eight around the turn of 2026
 CPU = {
@@ -217,5 +219,5 @@ CPU = {
 }
 """Of our own runs on CPU cores over gloo, beside their measured profile: `host_seconds`, `bytes_share`, `handoff_seconds` and
 `step_share` are what `python -m benchmarks.fit_cpu` prints. gloo's threads send with the very cores that compute: nothing hides."""
-START = Efficiencies({"accelerators": {"cpu": CPU}, "frameworks": {"nanotron": NANOTRON}, "features": LATENT | ROUTING})
+START = Efficiencies({"accelerators": {"cpu": CPU}, "frameworks": {"nanotron": NANOTRON, "deepspeed": DEEPSPEED}, "features": LATENT | ROUTING})
 """Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""

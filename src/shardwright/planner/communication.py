@@ -129,9 +129,19 @@ class Network:
         domains = num_ranks / local
         within = (num_ranks - 1) / num_ranks * num_bytes / self.intra_rate if local > 1 else 0.0
         across = (domains - 1) / domains * num_bytes / (local * self.inter_rate)
-        steps = self.cluster.intra.latency_seconds * log2(max(2, local)) * (local > 1) + self.inter_latency * log2(
-            max(1.0, domains)
-        )
+        steps = self._steps(kind, num_ranks, local)
         if kind == "all_reduce" and domains == 1 and self.cluster.intra.multicast_reduction:
             return num_bytes / self.intra_rate + steps + self.efficiency.collective_seconds
         return passes * (max(within, across) + steps) + self.efficiency.collective_seconds
+
+    def _steps(self, kind: CollectiveKind, num_ranks: int, local: int) -> float:
+        """Latency of one pass: a hop from each member to the next, one in so many of them between domains; sums go along trees.
+
+        As NCCL's own model has it (src/graph/tuning.cc): gathers and reductions into shards have nothing but rings, whose hops are
+        what thousands of ranks wait for. Within a domain whose switch copies and adds there is a hop for each doubling.
+        """
+        intra, domains = self.cluster.intra, num_ranks / local
+        if kind == "all_reduce":
+            return intra.latency_seconds * log2(max(2, local)) * (local > 1) + self.inter_latency * log2(max(1.0, domains))
+        hops = log2(local) * domains if intra.multicast_reduction else num_ranks - domains
+        return intra.latency_seconds * hops + self.inter_latency * (domains - 1)

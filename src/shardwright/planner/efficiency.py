@@ -66,6 +66,8 @@ class Efficiency:
     hop_seconds: float = 0.0
     """Of a tensor-parallel collective, for each further member of its ring, beyond the link's latency; a ring over a network whose
     sends are slow to start (EFA) pays it at every hop."""
+    data_hop_seconds: float = 0.0
+    """Of a gather or a reduction of the data ranks, for each further member of its ring, beyond the link's latency."""
     pipelined_hop_seconds: float = 0.0
     """The same on top where the ranks are also pipelined: sends between stages stand in the way of the rings."""
     congested_gpus: int = 0

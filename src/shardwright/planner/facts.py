@@ -42,6 +42,7 @@ class LayerKind:
     products: tuple[Product, ...]
     expert_products: tuple[Product, ...]
     num_norms: int
+    num_tensors: int
 
 
 class Held(NamedTuple):
@@ -100,6 +101,7 @@ class ModelFacts:
             count=count,
             products=tuple(product for product in products if product.role not in EXPERT_ROLES),
             expert_products=tuple(product for product in products if product.role in EXPERT_ROLES),
+            num_tensors=len(specs),
             num_norms=sum(spec.role == "norm" and not spec.is_bias for spec in specs),
         )
 

@@ -309,6 +309,8 @@ def rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
         return DataTraffic()
     parts = _held(costs, load)
     num_groups = -(-sum(load.layers) // layout.wrap_blocks)
+    if candidate.engine.gathers_tensors:
+        num_groups = sum(count * kind.num_tensors for count, kind in zip(load.layers, costs.facts.kinds, strict=True))
     if candidate.adapter is not None:
         adapters = adapter_elements(costs.facts, candidate, load)
         frozen = parts if layout.zero_stage == 3 else (Held(), Held(), Held())

@@ -221,9 +221,16 @@ def data_traffic(
     def over(held: Held, times: float, size: float, collective: str) -> float:
         call = getattr(network, collective)
         dense, expert = (held.whole - held.expert_whole) * size / times, held.expert_whole * size / times
-        dense_seconds, expert_seconds = float(call(groups["fsdp"], dense)), float(call(groups["efsdp"], expert))
-        num_calls = (dense_seconds > 0) + (expert_seconds > 0)
-        return times * (dense_seconds + expert_seconds + num_calls * network.efficiency.handoff_seconds)
+        seconds = 0.0
+        for name, num_bytes in (("fsdp", dense), ("efsdp", expert)):
+            once = float(call(groups[name], num_bytes))
+            if once > 0:
+                hops = network.efficiency.data_hop_seconds * (groups[name].num_ranks - 1)
+                seconds += times * (once + hops + network.efficiency.handoff_seconds)
+        if min(dense, expert) > 0 and groups["efsdp"] == groups["fsdp"] and seconds > 0:
+            # One call has both: nobody meets twice.
+            seconds -= times * (network.efficiency.handoff_seconds + network.meeting_seconds)
+        return seconds
 
     pieces = max(1, num_groups)
     return DataTraffic(

@@ -30,11 +30,11 @@ def test_collectives_within_a_node_follow_their_rings() -> None:
     network = Network(models.cluster(8), IDEAL)  # 10 GB/s
     group = Group(8, 1)
     once = 64 * MIB * 7 / 8 / 1e10
-    assert network.all_gather(group, 64 * MIB) == pytest.approx(once, rel=1e-3)
-    assert network.reduce_scatter(group, 64 * MIB) == pytest.approx(once, rel=1e-3)
-    assert network.all_reduce(group, 64 * MIB) == pytest.approx(2 * once, rel=1e-3)
-    assert network.all_to_all(group, 64 * MIB) == pytest.approx(once, rel=1e-3)
-    assert network.send(group, 64 * MIB) == pytest.approx(64 * MIB / 1e10, rel=1e-3)
+    assert network.all_gather(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
+    assert network.reduce_scatter(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
+    assert network.all_reduce(group, 64 * MIB) == pytest.approx(2 * once, rel=2e-3)
+    assert network.all_to_all(group, 64 * MIB) == pytest.approx(once, rel=2e-3)
+    assert network.send(group, 64 * MIB) == pytest.approx(64 * MIB / 1e10, rel=2e-3)
     assert network.all_reduce(Group(1, 1), 64 * MIB) == 0.0
 
 
@@ -42,8 +42,30 @@ def test_a_ring_over_nodes_crosses_on_as_many_links_as_it_has_members_there() ->
     network = Network(models.cluster(8, per_node=4), IDEAL)  # 1 GB/s outwards
     wide = network.all_gather(Group(8, 1), 64 * MIB)
     narrow = network.all_gather(Group(2, 4), 64 * MIB)
-    assert wide == pytest.approx(64 * MIB / 2 / (4 * 1e9), rel=1e-3)
-    assert narrow == pytest.approx(64 * MIB / 2 / 1e9, rel=1e-3)
+    assert wide == pytest.approx(64 * MIB / 2 / (4 * 1e9), rel=2e-3)
+    assert narrow == pytest.approx(64 * MIB / 2 / 1e9, rel=2e-3)
+
+
+def test_gathers_wait_for_a_hop_to_each_member_and_sums_for_one_to_each_doubling() -> None:
+    cluster = models.cluster(64, per_node=8)
+    assert cluster.inter is not None
+    slow = replace(cluster, intra=replace(cluster.intra, latency_seconds=1e-3), inter=replace(cluster.inter, latency_seconds=1e-2))
+    network = Network(slow, IDEAL)
+    assert network.all_gather(Group(64, 1), 1.0) == pytest.approx(56 * 1e-3 + 7 * 1e-2, rel=1e-3)
+    assert network.all_reduce(Group(64, 1), 1.0) == pytest.approx(2 * (3 * 1e-3 + 3 * 1e-2), rel=1e-3)
+    switched = replace(slow, intra=replace(slow.intra, multicast_reduction=True))
+    assert Network(switched, IDEAL).reduce_scatter(Group(64, 1), 1.0) == pytest.approx(8 * 3 * 1e-3 + 7 * 1e-2, rel=1e-3)
+
+
+def test_tensors_gathered_one_by_one_wait_for_their_ring_each() -> None:
+    layout = Layout(dp_shard=8, zero_stage=3)
+    slow = replace(IDEAL, data_hop_seconds=1e-3)
+    blocks, tensors = (
+        predict(models.shape("llama"), Candidate(layout, 128, engine=Engine(gathers_tensors=apart)), models.cluster(8), slow).time
+        for apart in (False, True)
+    )
+    # Nine tensors a layer in place of one group, each with seven hops, in two gathers and a reduction, which nothing can hide.
+    assert tensors.data - blocks.data == pytest.approx(4 * 8 * 3 * 7e-3, rel=0.05)
 
 
 def test_what_was_measured_is_preferred() -> None:
