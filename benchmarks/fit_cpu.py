@@ -134,6 +134,7 @@ def main() -> None:
     show("the package's numbers", {row.name: row.error(packaged) for row in rows})
     best = fit(rows, packaged)
     show("fitted to all", {row.name: row.error(best) for row in rows})
+    print(f"cpu: { {name: float(f'{getattr(best, name):.3g}') for name in FITTED} }")
     held_out: dict[str, float] = {}
     for group in dict.fromkeys(row.group for row in rows):
         others = fit([row for row in rows if row.group != group], packaged)
@@ -142,7 +143,6 @@ def main() -> None:
         held_out |= found
     show("each group by the others", held_out)
     print("\n".join(f"  {exp(error) - 1:+5.0%}  {name}" for name, error in held_out.items()))
-    print(f"cpu: { {name: float(f'{getattr(best, name):.3g}') for name in FITTED} }")
 
 
 if __name__ == "__main__":
