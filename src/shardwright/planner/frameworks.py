@@ -280,9 +280,9 @@ FRAMEWORKS: dict[str, Framework] = {
 
 _SIGNS: tuple[tuple[str, str], ...] = (
     (r"nanotron", "nanotron"),
-    (r"megatron-deepspeed|bigscience|bloom", "megatron-deepspeed"),
+    (r"megatron[-+]deepspeed|bigscience|bloom", "megatron-deepspeed"),
     (r"megascale", "megatron-core"),
-    (r"megatron\+deepspeed|megatron-lm|ptd\b", "megatron-lm"),
+    (r"megatron-lm|ptd\b", "megatron-lm"),
     (r"nemo|megatron-core|megatron-bridge|dgxc", "megatron-core"),
     (r"llm-foundry|composer|mosaic", "llm-foundry"),
     (r"torchtune", "torchtune"),

@@ -51,6 +51,8 @@ NOTE_KEYS: dict[str, str] = {
         r"(?i)\b((?:paged[_ ]?)?adamw?[_ -]?8[_ -]?bit|8[- ]?bit[ _-]?(?:adamw?|optimi[sz]er)|adafactor|lion|muon|sgd"
         r"|(?:paged[_ ]?)?\w*adamw?\w*)\b"
     ),
+    "tensor": r"\bTP[ =]?(\d+)\b",
+    "pipeline": r"\bPP[ =]?(\d+)\b",
     "model_parallel": r"model-parallel size t\*p=(\d+)",
     "quantization": r"(?i)\b(nf4|int4|4[- ]?bit)\b(?!\s*(?:adam|optim))",
     "trainable": r"trainable ([\d,]+)",
@@ -101,5 +103,7 @@ def fill_from_notes(row: Mapping[str, str]) -> dict[str, str]:
         "zero_stage": spell_zero_stage(row["notes.sharding"]),
         "flash_attention": spell_yes_no(row["notes.attention"]),
         "micro_batch": row["notes.micro_batch"],
+        "tp": row["notes.tensor"],
+        "pp": row["notes.pipeline"],
     }
     return {**row, **{column: row[column] or value for column, value in said.items()}}

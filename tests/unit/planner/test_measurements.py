@@ -295,3 +295,14 @@ def test_a_row_that_fits_takes_no_more_than_the_device_has() -> None:
 def test_a_benchmark_suite_names_its_release_by_its_version() -> None:
     row = ROW | {"source_group": "dgxc-benchmarking", "source": "NVIDIA/dgxc-benchmarking@v25.05.02 deepseek/README.md"}
     assert configuration(row)["notes.release"] == "25.05"
+
+
+def test_degrees_that_only_the_notes_tell_are_read_there() -> None:
+    row = ROW | {"tp": "", "pp": "", "gpus": "64", "notes": "TP8 PP4, ETP=1"}
+    layout = read_case("x", configuration(row)).candidate.layout
+    assert (layout.tp, layout.pp) == (8, 4)
+    assert read_case("x", configuration(row | {"tp": "2"})).candidate.layout.tp == 2, "a column is surer than a note"
+
+
+def test_megatron_turing_was_trained_by_what_trained_bloom() -> None:
+    assert read_case("x", configuration(ROW | {"notes": "Megatron+DeepSpeed 3D"})).framework == "megatron-deepspeed"
