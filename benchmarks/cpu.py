@@ -115,6 +115,7 @@ def main() -> int:
             result["comparisons"] = [kept[case] for case in known if case in kept]
             write_result(result, name, arguments.out, docs)
         if arguments.predict:
+            result["conditions"] = json.loads(((docs or arguments.out) / f"{name}.json").read_text())["conditions"]
             for measured in kept.values():
                 predict_comparison(measured, case_of(measured, folder))
                 print_comparison(measured)

@@ -19,7 +19,7 @@ def page(result: dict[str, Any], notes: str = "") -> str:
         f"{conditions['processor']}, {conditions['cores']} cores, torch {conditions['packages']['torch']}, one thread a rank. "
         f"Global batch {GLOBAL_BATCH} x {TOKENS} tokens in {MICRO_BATCHES} micro-batches. Every row of a model does the same work "
         "and begins at the same loss; medians over rounds in turn.",
-        "`python -m benchmarks.cuts --publish` makes this page.",
+        f"`python -m benchmarks.cuts --name {result['name']} --publish` makes this page.",
         "",
         "| model | measured | rounds | load average before, after |",
         "|---|---|---|---|",
@@ -27,7 +27,8 @@ def page(result: dict[str, Any], notes: str = "") -> str:
     for name, group in groups.items():
         told = group["conditions"]
         before, after = told["load_average"]
-        lines.append(f"| {name} | {told['date']}, commit {told['commit']} | {told['rounds']} | {before}, {after} |")
+        made = told["date"] + (f", commit {told['commit']}" if told["commit"] else "")
+        lines.append(f"| {name} | {made} | {told['rounds']} | {before}, {after} |")
     lines += ["", "## Speed", "", *_speeds(groups), "", "Parts are seconds on rank 0.", "", "## Predicted and measured", ""]
     lines += [*_predictions(groups), "", "## Pipelines beside their schedules", "", *_pipelines(groups)]
     if notes:

@@ -256,7 +256,7 @@ def write(groups: dict[str, Any], files: list[Path]) -> str:
     """Each JSON file and its page, predictions made anew; the page. Groups stand in the order of `ENTRIES`."""
     predict_rows(groups)
     names = [name for name in dict.fromkeys(entry.group for entry in ENTRIES) if name in groups]
-    result = {"schema_version": 2, "models": MODELS, "groups": {name: groups[name] for name in names}}
+    result = {"schema_version": 2, "name": files[0].stem, "models": MODELS, "groups": {name: groups[name] for name in names}}
     notes = DOCS / f"{files[0].stem}.notes.md"
     told = page(result, notes.read_text(encoding="utf-8") if notes.exists() else "")
     for path in files:

@@ -241,7 +241,10 @@ def test_every_cut_s_prediction_stands_beside_its_measurement() -> None:
 
     conditions = make_cpu_result(1.0, 1.0)["conditions"] | {"rounds": 3, "load_average": [0.1, 0.2]}
     rows = [row("one process", 4.0), row("dp_shard=2,zero_stage=3", 2.0)]
-    told = page({"groups": {"dense fp32": {"conditions": conditions, "profile": None, "rows": rows}}}, "Because of the weather.")
+    told = page(
+        {"name": "cuts-two-ranks", "groups": {"dense fp32": {"conditions": conditions, "profile": None, "rows": rows}}},
+        "Because of the weather.",
+    )
     assert "| dense fp32 | dp_shard=2,zero_stage=3 | 2.00 | 2.00 | 1.00 | 1.00 |" in told
     assert "| dense fp32 | one process | 4.00 | 4.40 | +10% | 0.100 | 100 | 98 | -2.0% |" in told
     assert "2 rows: step time 10.0% off on average" in told
