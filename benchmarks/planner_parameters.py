@@ -169,6 +169,7 @@ OTHERS = (
     Parameter("frameworks", "nanotron", "inter_share", 0.02, 0.92),
     Parameter("frameworks", "nanotron", "limit_seconds", 0.05, 5.0),
     Parameter("frameworks", "nanotron", "hop_seconds", 1e-6, 1e-3),
+    Parameter("frameworks", "nanotron", "data_hop_seconds", 1e-7, 1e-4),
     Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 1e-6, 5e-3),
     Parameter("frameworks", "nanotron", "congestion_seconds", 1e-3, 5.0),
     Parameter("frameworks", "nanotron", "collective_seconds", 2e-6, 5e-2),
@@ -198,6 +199,7 @@ NANOTRON = {
     "congestion_seconds": 0.8,
     "pipelined_hop_seconds": 3e-4,
     "hop_seconds": 5e-5,
+    "data_hop_seconds": 3e-5,
     "host_seconds": 7e-5,
 }
 DEEPSPEED = {"data_hop_seconds": 1e-5}
