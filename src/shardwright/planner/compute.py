@@ -157,6 +157,8 @@ def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rate
     if kind.shape.sparse and efficiency.routing_seconds:
         routing = efficiency.routing_seconds * _sent_rows(facts, candidate)
         forward, backward = forward + routing / 2, backward + routing / 2
+    opened = rates.moved(_dequantised_bytes(facts, kind, candidate))
+    forward, backward = forward + opened, backward + opened
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
     host_forward, host_backward = host * sparse * _OPERATIONS_FORWARD, host * sparse * _OPERATIONS_BACKWARD
@@ -267,6 +269,23 @@ def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * sent
     backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * sent
     return forward * size, backward * size
+
+
+_DEQUANTISED_BYTES = 6.0
+"""Of each weight in NF4 that a product takes in: 4 bits read, looked up and written, scaled by what was quantised itself."""
+
+
+def _dequantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Bytes that a pass through a layer moves to make wide matrices of its frozen NF4 ones (QLoRA): of all of them, every time."""
+    adapter = candidate.adapter
+    if adapter is None or not adapter.quantised:
+        return 0.0
+    elements = sum(
+        float(product.num_in * product.num_out) * _copies(facts, kind, product, candidate)
+        for product in (*kind.products, *kind.expert_products)
+        if product.role not in adapter.unquantised
+    )
+    return elements / candidate.layout.tp * _DEQUANTISED_BYTES
 
 
 _QUANTISED_BYTES = 4.0

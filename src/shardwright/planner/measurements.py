@@ -117,7 +117,7 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
         trainer = "megatron-core"  # what Megatron-LM is built on since 2023
     framework = FRAMEWORKS[trainer]
     if named is None:
-        framework = replace(framework, interleaves=False)  # published recipes do, but this is somebody's run
+        framework = replace(framework, interleaves=framework.interleaves and _waits_long(row))  # somebody's run, not a recipe
     shape = shape_of_row(
         row,
         tied={"tied": True, "untied": False}.get(row["notes.embeddings"]),
@@ -209,7 +209,8 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
     stage = 0 if data * cp == 1 else stage
     virtual = _whole(row, "virtual_pp") or (2 if row["notes.schedule"] else 1)
     if framework.interleaves and not row["virtual_pp"] and pp > 1:
-        virtual = max(virtual, _usual_stages(shape.num_layers, pp))
+        ends = 2 if shape.num_layers % pp and (shape.num_layers + 2) % pp == 0 else 0  # the first and the last count as one more
+        virtual = max(virtual, _usual_stages(shape.num_layers + ends, pp))
     interleaved = pp > 1 and virtual > 1
     sequence_parallel = {"yes": True, "no": False}.get(row["sequence_parallel"], framework.sequence_parallel)
     replicas = _replicas(row, data, tp, cluster) if stage else data
@@ -231,6 +232,12 @@ def _replicas(row: Mapping[str, str], data: int, tp: int, cluster: Cluster) -> i
     """Copies of the model where the row shards within a node only (HSDP), else one."""
     within = max(1, cluster.gpus_per_node // tp)
     return data // within if row["notes.within_node"] and data % within == 0 else 1
+
+
+def _waits_long(row: Mapping[str, str]) -> bool:
+    """Whether a plain pipeline would wait for more than a fifth of its step, which is what interleaving is for."""
+    pp, data, total = (_whole(row, name) or 1 for name in ("pp", "dp", "global_batch"))
+    return total // (data * (_whole(row, "micro_batch") or 1)) < 4 * (pp - 1)
 
 
 def _usual_stages(num_layers: int, pp: int) -> int:

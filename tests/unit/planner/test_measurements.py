@@ -306,3 +306,10 @@ def test_degrees_that_only_the_notes_tell_are_read_there() -> None:
 
 def test_megatron_turing_was_trained_by_what_trained_bloom() -> None:
     assert read_case("x", configuration(ROW | {"notes": "Megatron+DeepSpeed 3D"})).framework == "megatron-deepspeed"
+
+
+def test_a_pipeline_that_would_wait_long_is_taken_to_interleave_whoever_ran_it() -> None:
+    row = ROW | {"layers": "38", "pp": "4", "tp": "1", "dp": "16", "gpus": "64", "micro_batch": "1", "virtual_pp": ""}
+    short, long = (read_case("x", configuration(row | {"global_batch": str(16 * steps)})).candidate.layout for steps in (8, 64))
+    assert (short.schedule, short.virtual_stages) == ("interleaved_1f1b", 5), "38 layers, the first and the last stage one fewer"
+    assert long.schedule == "1f1b"

@@ -10,7 +10,7 @@ from shardwright.errors import InputError
 from shardwright.hardware.profile import CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
-from shardwright.planner.candidate import Engine
+from shardwright.planner.candidate import Adapter, Engine
 from shardwright.planner.communication import Group, Network
 from shardwright.planner.compute import Rates, end_seconds, layer_seconds
 from shardwright.planner.facts import ModelFacts
@@ -222,3 +222,14 @@ def test_rows_take_their_time_where_no_kernel_routes_them() -> None:
         )
         expected = 1e-3 * 2 * 512 * 2 if kind.shape.sparse else 0.0
         assert slow.total - quick.total == pytest.approx(expected), "two experts a token"
+
+
+def test_weights_in_four_bits_are_made_wide_again_in_every_pass() -> None:
+    facts, rates = ModelFacts(models.shape("llama")), Rates(models.cluster(1), IDEAL, "bf16")
+    narrow, wide = (
+        layer_seconds(facts, facts.kinds[0], Candidate(Layout(), 128, recompute="full", adapter=Adapter(8, quantised=bits)), rates)
+        for bits in (True, False)
+    )
+    once = (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704) * 6 / rates.bytes_per_second
+    assert narrow.forward - wide.forward == pytest.approx(once)
+    assert narrow.total - wide.total == pytest.approx(3 * once), "forward, once more, and back"
