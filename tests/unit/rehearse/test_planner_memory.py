@@ -84,6 +84,15 @@ MORE = [
     Case("llama", Layout(cp=2, cp_method="ulysses", zero_stage=3)),
     Case("llama", Layout(), also=LORA),
     Case("llama", Layout(dp_shard=4, zero_stage=1), also=LORA),
+    Case("qwen3_moe", Layout()),
+    Case("qwen3_moe", Layout(tp=2)),
+    Case("tied", Layout(dp_replicate=2), steps=2),
+    Case("tied", Layout(dp_shard=2, zero_stage=1), steps=2),
+    Case("gemma2", Layout(dp_shard=2, zero_stage=3)),
+    Case("llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3)),
+    Case("llama", Layout(pp=2, dp_shard=2, zero_stage=1, schedule="interleaved_1f1b"), steps=4),
+    Case("llama", Layout(pp=2), steps=4, recompute="full"),
+    Case("llama", Layout(), kind="fp32", recompute="selective"),
 ]
 
 
