@@ -252,8 +252,8 @@ def test_every_cut_s_prediction_stands_beside_its_measurement() -> None:
 
 
 def test_a_fit_finds_what_made_the_rows() -> None:
-    start = load_efficiencies().of(find_accelerator("CPU"))
-    made_with = replace(start, bytes_share=3 * start.bytes_share, handoff_seconds=2 * start.handoff_seconds)
+    start = replace(load_efficiencies().of(find_accelerator("CPU")), bytes_share=1.5, handoff_seconds=0.002)
+    made_with = replace(start, bytes_share=4.5, handoff_seconds=0.004)
     elementwise = tuple(ElementwiseRate(kind, 512, 384, 1e10, 1e10) for kind in ("fp32", "bf16"))
     profile = MeasuredProfile("some", "EPYC-9654", "2026-01-01", 2**34, 2e10, elementwise=elementwise, handoff_seconds=1e-3)
     rows = []
