@@ -284,8 +284,14 @@ def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind:
     return "selective" if row["notes.selective"] else framework.recompute
 
 
+_UNSAID_ROWS = 16
+"""Sequences of a rank and a step, for each stage, where a row says nothing of its batch: the largest micro batch that is tried."""
+
+
 def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, micro: int, recompute: RecomputeKind) -> Candidate:
-    total = _whole(row, "global_batch") or micro * layout.data_ranks * (_whole(row, "notes.grad_accum") or layout.pp)
+    silent = not (row["micro_batch"] or row["notes.local_batch"] or row["notes.grad_accum"])
+    usual = _UNSAID_ROWS * layout.pp if silent else _whole(row, "notes.grad_accum") or layout.pp
+    total = _whole(row, "global_batch") or micro * layout.data_ranks * usual
     steps = max(1, round(total / (micro * layout.data_ranks)))
     if layout.virtual_stages and steps % layout.pp:
         # Interleaving wants whole rounds of micro-batches; a row that has none ran something else.

@@ -14,7 +14,7 @@ from shardwright.planner.candidate import Adapter
 from shardwright.planner.measurements import CONFIGURATION, configuration, read_case, read_cases, read_rows
 from shardwright.planner.named_models import shape_of_row
 from shardwright.planner.named_sizes import named_sizes
-from shardwright.planner.published import predict_row
+from shardwright.planner.published import choices, predict_row
 
 ROW = {
     "id": "some-0001",
@@ -313,3 +313,8 @@ def test_a_pipeline_that_would_wait_long_is_taken_to_interleave_whoever_ran_it()
     short, long = (read_case("x", configuration(row | {"global_batch": str(16 * steps)})).candidate.layout for steps in (8, 64))
     assert (short.schedule, short.virtual_stages) == ("interleaved_1f1b", 5), "38 layers, the first and the last stage one fewer"
     assert long.schedule == "1f1b"
+
+
+def test_a_row_that_says_nothing_of_its_batch_leaves_room_for_every_micro_batch() -> None:
+    row = ROW | {"micro_batch": "", "global_batch": "", "pp": "1", "tp": "1", "dp": "", "gpus": "1", "virtual_pp": ""}
+    assert sorted(candidate.micro_batch_size for candidate in choices(read_case("x", configuration(row)))) == [1, 2, 4, 8, 16]
