@@ -185,7 +185,7 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
             for kind, count in zip(facts.kinds, load.layers, strict=True):
                 whole = [product for product in kind.products if product.role in candidate.adapter.unquantised]
                 matrices -= count * sum(product.num_in * product.num_out for product in whole) / layout.tp
-            matrices *= elements / held.whole
+            matrices *= elements / held.whole if held.whole else 0.0  # a stage without layers holds nothing
             beside = size if engine.unquantised_bytes is None else engine.unquantised_bytes
             frozen = (elements - matrices) * beside + matrices * engine.nf4_bytes
         return frozen + (trained.shard if layout.zero_stage >= 1 else trained.whole) * candidate.master_bytes

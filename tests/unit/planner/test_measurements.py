@@ -278,6 +278,11 @@ def test_preferences_are_held_to_a_reference_and_rollouts_are_not_predicted() ->
         read_case("x", configuration(ROW | {"task": "GRPO"}))
 
 
+def test_quantised_weights_of_a_stage_without_layers_are_none() -> None:
+    row = ROW | {"tp": "2", "pp": "32", "dp": "1", "layers": "28", "task": "qlora", "notes": "nanotron"}
+    assert predict_row(read_case("x", configuration(row))).memory_gib > 0
+
+
 def test_a_row_that_fits_takes_no_more_than_the_device_has() -> None:
     crowded = ROW | {
         "tp": "8",
