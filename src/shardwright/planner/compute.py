@@ -142,8 +142,7 @@ def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rate
             times /= efficiency.expert_share
         forward, inputs, weights = forward + times * one, inputs + times * dx, weights + times * dw
     if candidate.adapter is not None:
-        weights = 0.0  # frozen matrices take no gradient; the adapters' own products are `rank` wide
-        forward, inputs = forward * 1.03, inputs * 1.03
+        weights = 0.0  # frozen matrices take no gradient
     attention_forward, attention_backward = _attention_seconds(facts, kind, candidate, rates)
     moved_forward, moved_backward = _moved_bytes(facts, kind, candidate)
     moved_share = efficiency.bytes_share * (efficiency.compiled_bytes_share if candidate.compile else 1.0)
@@ -157,6 +156,9 @@ def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rate
     if kind.shape.sparse and efficiency.routing_seconds:
         routing = efficiency.routing_seconds * _sent_rows(facts, candidate)
         forward, backward = forward + routing / 2, backward + routing / 2
+    adapted_forward, adapted_backward = _adapted_bytes(facts, kind, candidate)
+    forward += rates.moved(adapted_forward * moved_share)
+    backward += rates.moved(adapted_backward * moved_share)
     opened = rates.moved(_dequantised_bytes(facts, kind, candidate))
     forward, backward = forward + opened, backward + opened
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
@@ -269,6 +271,28 @@ def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * sent
     backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * sent
     return forward * size, backward * size
+
+
+def _adapted_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
+    """Bytes that adapters move beside their matrices, forward and backward. Their products are so narrow that they only read and
+    write.
+
+    Forward: the input is read, the second product written, scaled, and added to the matrix' output. Backward: the scaled gradient
+    is made and read by two products, the input read by a third, and its gradient written and added.
+    """
+    adapter, tp = candidate.adapter, candidate.layout.tp
+    if adapter is None:
+        return 0.0, 0.0
+    forward = backward = 0.0
+    for product, rows in _products(facts, kind, candidate):
+        if product.role not in adapter.roles:
+            continue
+        rows *= _copies(facts, kind, product, candidate)
+        num_in = rows * product.num_in / (tp if product.cut in ("rows", "expert_rows") else 1)
+        num_out = rows * product.num_out / (tp if product.cut in ("columns", "expert_columns") else 1)
+        forward += num_in + 6 * num_out
+        backward += 5 * num_in + 4 * num_out
+    return forward * candidate.activation_bytes, backward * candidate.activation_bytes
 
 
 _DEQUANTISED_BYTES = 6.0

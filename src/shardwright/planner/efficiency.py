@@ -55,8 +55,8 @@ class Efficiency:
     """Of each gather and reduction of the data ranks, what the host needs around it where nothing else runs meanwhile: hooks,
     threads that hand over, peers that come late."""
     step_share: float = 1.0
-    """Of the pace at which collectives were measured, what they reach in a step. A profile's are back to back, on buffers whose pages
-    are there, in the best round; in a step a CPU's buffers are new each time, and the cores at other work."""
+    """Of the pace at which collectives were measured, what they reach in a step. A profile's are back to back, on buffers whose
+    pages are there, in the best round; in a step a CPU's buffers are new each time, and the cores at other work."""
     intra_share: float = 0.80
     """Of the link within a domain, by large collectives."""
     inter_share: float = 0.80

@@ -258,6 +258,12 @@ FRAMEWORKS: dict[str, Framework] = {
         recompute="full",
         sequence_parallel=False,
     ),
+    "automodel": Framework(
+        # NeMo Automodel: transformers' models in bf16 under FSDP2, with kernels of its own for norms, gates and the loss.
+        _pure(Engine("automodel", nf4_bytes=_DOUBLE_QUANTISED_BYTES, logit_bytes=4.0)),
+        zero_stage=3,
+        copies_adapted=True,
+    ),
     "unsloth": Framework(
         # Kernels of its own keep no copies; the loss writes the gradient over bf16 logits; blocks' inputs wait on the host.
         replace(_HUGGING_FACE, name="unsloth", gated_tensors=3.0, norm_tensors=2.0, logit_bytes=4.0, unquantised_bytes=None),
@@ -283,6 +289,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     (r"megatron[-+]deepspeed|bigscience|bloom", "megatron-deepspeed"),
     (r"megascale", "megatron-core"),
     (r"megatron-lm|ptd\b", "megatron-lm"),
+    (r"automodel", "automodel"),
     (r"nemo|megatron-core|megatron-bridge|dgxc", "megatron-core"),
     (r"llm-foundry|composer|mosaic", "llm-foundry"),
     (r"torchtune", "torchtune"),
@@ -314,8 +321,14 @@ def name_framework(*texts: str) -> str | None:
     return None
 
 
-_PERFORMANCE_RECIPES = r"nemo|megatron-bridge|dgxc"
+_PERFORMANCE_RECIPES = r"nemo(?!\S* automodel)|megatron-bridge|dgxc"
 """Tables of NVIDIA's, whose recipes set `grad_reduce_in_fp32 = False` (scripts/performance of NeMo and of Megatron-Bridge)."""
+
+
+def adapts_attention_only(*texts: str) -> bool:
+    """Whether one of the texts names NVIDIA's performance recipes, which adapt the fused queries, keys and values alone
+    (`peft.target_modules = ["linear_qkv"]`)."""
+    return any(re.search(_PERFORMANCE_RECIPES, text.lower()) for text in texts)
 
 
 _FIRST_ZERO_3 = r"2104\.04473|megatron-lm"

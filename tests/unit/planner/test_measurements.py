@@ -323,3 +323,14 @@ def test_a_pipeline_that_would_wait_long_is_taken_to_interleave_whoever_ran_it()
 def test_a_row_that_says_nothing_of_its_batch_leaves_room_for_every_micro_batch() -> None:
     row = ROW | {"micro_batch": "", "global_batch": "", "pp": "1", "tp": "1", "dp": "", "gpus": "1", "virtual_pp": ""}
     assert sorted(candidate.micro_batch_size for candidate in choices(read_case("x", configuration(row)))) == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("source", "feed_forward"), [("dgxc-benchmarking", False), ("NeMo Automodel docs", True), ("a paper", True)]
+)
+def test_nvidias_recipes_adapt_queries_keys_and_values_alone(source: str, feed_forward: bool) -> None:
+    raw = ROW | {"source": source, "source_group": "", "notes": "", "task": "lora"}
+    adapter = read_case("row", configuration(raw)).candidate.adapter
+    assert adapter is not None
+    assert "query" in adapter.roles
+    assert ("gate" in adapter.roles) == feed_forward

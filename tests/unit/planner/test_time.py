@@ -233,3 +233,15 @@ def test_weights_in_four_bits_are_made_wide_again_in_every_pass() -> None:
     once = (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704) * 6 / rates.bytes_per_second
     assert narrow.forward - wide.forward == pytest.approx(once)
     assert narrow.total - wide.total == pytest.approx(3 * once), "forward, once more, and back"
+
+
+def test_adapters_take_the_time_of_what_they_move_beside_their_matrices() -> None:
+    facts = ModelFacts(models.shape("llama"))
+    rates = Rates(models.cluster(1), IDEAL, "bf16")
+    candidate = Candidate(Layout(), 64, adapter=Adapter(8, roles=()))
+    gate = next(product for product in facts.kinds[0].products if product.role in ("gate", "gate_up"))
+    without = layer_seconds(facts, facts.kinds[0], candidate, rates)
+    adapted = layer_seconds(facts, facts.kinds[0], replace(candidate, adapter=Adapter(8, roles=(gate.role,))), rates)
+    forward, backward = 64 * (gate.num_in + 6 * gate.num_out), 64 * (5 * gate.num_in + 4 * gate.num_out)
+    assert adapted.forward - without.forward == pytest.approx(rates.moved(2.0 * forward))
+    assert adapted.backward - without.backward == pytest.approx(rates.moved(2.0 * backward))
