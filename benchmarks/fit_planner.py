@@ -80,7 +80,7 @@ def write(efficiencies: Efficiencies, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", type=Path, default=os.environ.get("SHARDWRIGHT_PUBLISHED"))
-    parser.add_argument("--turns", type=int, default=12, help="of the search, at most")
+    parser.add_argument("--turns", type=int, default=20, help="of the search, at most")
     parser.add_argument("--pull", type=float, default=PULL, help="how strongly a number is held to the level above it")
     parser.add_argument("--source", action="append", help="score: only rows of these sources; sources: hold out only these")
     parser.add_argument("--efficiencies", type=Path, default=PACKAGED, help="what `fit` writes and `score` reads")

@@ -25,12 +25,12 @@ from shardwright.planner.achieved import Efficiencies
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.measurements import Case
 
-PULL = 0.03
+PULL = 0.01
 """Of the loss, a parameter's distance of one (a factor of e) from the level above. A source of n rows with a mean error of 5% has
-0.05 x sqrt(n)."""
+0.05 x sqrt(n). Halves of the rows predict each other best at it, of 0.01, 0.03 and 0.1."""
 SMOOTH = 0.03
 """Errors below it count by their square: nothing is gained by fitting noise to the last percent."""
-UNDER = 0.5
+UNDER = 1.0
 """What memory costs on top where it is more than 5% under: a run that was said to fit does not."""
 WRONG = 3.0
 """What `fits` costs where it is wrong: so many times the share of the device's memory by which it is."""

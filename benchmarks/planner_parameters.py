@@ -16,6 +16,11 @@ UNITS = {
     "near_expert_overlap": 0.3,
     "straggler_share": 0.03,
     "reserve_share": 0.1,
+    "limit_seconds": 0.5,
+    "congestion_seconds": 0.3,
+    "hop_seconds": 3e-5,
+    "data_hop_seconds": 3e-5,
+    "pipelined_hop_seconds": 1e-4,
 }
 """Fields that are as good as zero for some: the distance between two values is their difference in these units. Of all others it is
 the logarithm of their ratio."""
@@ -160,18 +165,18 @@ OTHERS = (
     Parameter("frameworks", "deepspeed", "inter_share", 0.05, 0.92),
     Parameter("frameworks", "deepspeed", "data_overlap", 0.01, 1.0),
     Parameter("frameworks", "deepspeed", "bytes_share", 0.4, 4.0),
-    Parameter("frameworks", "deepspeed", "data_hop_seconds", 1e-7, 1e-4),
+    Parameter("frameworks", "deepspeed", "data_hop_seconds", 0.0, 1e-4),
     # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
     Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
     Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
     # nanotron's cluster: rings over EFA, alone and beside a pipeline, what a pipeline's micro-batch waits on 512 GPUs, and what one
     # waits for an allocator at the end of the device's memory.
     Parameter("frameworks", "nanotron", "inter_share", 0.02, 0.92),
-    Parameter("frameworks", "nanotron", "limit_seconds", 0.05, 5.0),
-    Parameter("frameworks", "nanotron", "hop_seconds", 1e-6, 1e-3),
-    Parameter("frameworks", "nanotron", "data_hop_seconds", 1e-7, 1e-4),
-    Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 1e-6, 5e-3),
-    Parameter("frameworks", "nanotron", "congestion_seconds", 1e-3, 5.0),
+    Parameter("frameworks", "nanotron", "limit_seconds", 0.0, 5.0),
+    Parameter("frameworks", "nanotron", "hop_seconds", 0.0, 1e-3),
+    Parameter("frameworks", "nanotron", "data_hop_seconds", 0.0, 1e-4),
+    Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 0.0, 5e-3),
+    Parameter("frameworks", "nanotron", "congestion_seconds", 0.0, 5.0),
     Parameter("frameworks", "nanotron", "collective_seconds", 2e-6, 5e-2),
 )
 
