@@ -34,8 +34,10 @@ MOST_OF_A_SOURCE = 300
 
 
 def fit(rows: Sequence[Row], turns: int, pull: float = PULL, *, verbose: bool = False) -> Efficiencies:
-    """The numbers that predict these rows best."""
-    return Fit(rows, PARAMETERS, START, pull).run(turns, verbose=verbose)
+    """The numbers that predict these rows best. The search is begun anew where it ended: its steps have become small by then, and
+    what a device's end makes jump is behind it."""
+    search = Fit(rows, PARAMETERS, START, pull)
+    return search.run(turns, begin=search.run(turns, verbose=verbose), verbose=verbose)
 
 
 def halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, list[Errors]]:
@@ -59,11 +61,16 @@ def halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, list[Error
 
 
 def without_source(rows: Sequence[Row], turns: int, pull: float, sources: Iterable[str]) -> dict[str, list[Errors]]:
-    """Errors of a source's rows under numbers fitted to all other sources, a source at a time; each is printed as it comes."""
+    """Errors of a source's rows under numbers fitted to all other sources, a source at a time; each is printed as it comes.
+
+    The search begins at the package's numbers, which have seen the source, and moves away from what only it told: of that nothing
+    but the distance to the level above is left in the loss.
+    """
     found = {}
     for source in sources:
         others = [row for row in rows if row.case.source != source]
-        efficiencies = fit(split(others, MOST_OF_A_SOURCE, 1.0)[0], turns, pull)
+        search = Fit(split(others, MOST_OF_A_SOURCE, 1.0)[0], PARAMETERS, START, pull)
+        efficiencies = search.run(turns, begin=load_efficiencies(PACKAGED))
         found[source] = [errors_of(row, efficiencies) for row in rows if row.case.source == source]
         show_errors(f"{source} held out", {source: found[source]})
     return found

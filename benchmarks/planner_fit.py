@@ -69,13 +69,16 @@ class Fit:
         self._weights = np.concatenate([weights, np.full(len(self.parameters), pull)])
         self._known: tuple[NDArray[np.float64], Efficiencies, list[Efficiency], NDArray[np.float64]] | None = None
 
-    def run(self, most_turns: int, *, verbose: bool = False) -> Efficiencies:
-        """The best efficiencies after at most so many turns; entries that say no more than the level above are left out."""
+    def run(self, most_turns: int, *, begin: Efficiencies | None = None, verbose: bool = False) -> Efficiencies:
+        """The best efficiencies after at most so many turns; entries that say no more than the level above are left out.
+
+        `begin` is where the search begins, if not at the start: nearer to the end, it takes fewer turns.
+        """
         low = np.array([parameter.scaled(parameter.low) for parameter in self.parameters])
         high = np.array([parameter.scaled(parameter.high) for parameter in self.parameters])
         found = least_squares(
             self._residuals,
-            np.clip(self._begin(), low + 1e-6, high - 1e-6),
+            np.clip(self._begin(begin or self.start), low + 1e-6, high - 1e-6),
             self._slopes,
             bounds=(low, high),
             loss=self._loss,
@@ -86,11 +89,11 @@ class Fit:
         )
         return self._plain(self._put(found.x))
 
-    def _begin(self) -> NDArray[np.float64]:
+    def _begin(self, begin: Efficiencies) -> NDArray[np.float64]:
         values = []
         for parameter, case in zip(self.parameters, self._readers, strict=True):
-            own = parameter.get(self.start)
-            values.append(parameter.scaled(parameter.above(self.start, case) if own is None else own))
+            own = parameter.get(begin)
+            values.append(parameter.scaled(parameter.above(begin, case) if own is None else own))
         return np.array(values)
 
     def _put(self, x: NDArray[np.float64]) -> Efficiencies:

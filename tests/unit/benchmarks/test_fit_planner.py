@@ -49,6 +49,17 @@ def test_what_no_row_tells_is_what_the_level_above_has() -> None:
     assert "nanotron" not in found.sections["frameworks"], "an entry that says no more than the level above is not written"
 
 
+def test_the_search_ends_at_the_same_numbers_wherever_it_begins() -> None:
+    truth = Efficiencies({"accelerators": {"Ampere": {"matmul_share": 0.4}}})
+    far = Efficiencies({"accelerators": {"gpu": {"matmul_share": 0.9}, "Ampere": {"matmul_share": 0.9}}})
+    rows = _rows(truth)
+    accelerator = rows[0].case.cluster.accelerator
+    near, moved = (
+        Fit(rows, SHARES, Efficiencies({})).run(30, begin=begin).of(accelerator).matmul_share for begin in (Efficiencies({}), far)
+    )
+    assert moved == pytest.approx(near, rel=0.01)
+
+
 def test_a_stronger_pull_keeps_numbers_nearer_to_the_level_above() -> None:
     truth = Efficiencies({"accelerators": {"Ampere": {"matmul_share": 0.4}}})
     rows = _rows(truth)
@@ -64,7 +75,7 @@ def test_memory_that_is_too_small_costs_more_and_only_a_wrong_fit_costs() -> Non
 
     def cost(row: Row) -> float:
         fit = Fit([row], [], START)
-        return float(fit._loss(fit._residuals(fit._begin()) ** 2)[0].sum())
+        return float(fit._loss(fit._residuals(fit._begin(START)) ** 2)[0].sum())
 
     exact, under, over = (cost(replace(row, memory_gib=gib * factor)) for factor in (1.0, 1 / 0.8, 1 / 1.2))
     assert exact == pytest.approx(0.0, abs=1e-9)
