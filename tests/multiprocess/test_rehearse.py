@@ -1,4 +1,4 @@
-"""A rehearsal says what a real run of the same layout does: its collectives one by one, its peak within 0.2 percent."""
+"""A rehearsal says what a real run of the same layout does: its collectives one by one, its peak within 0.2 percent (bf16: 2)."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def plan_of(layout: Layout, recompute: str = "none", kind: PrecisionKind = "fp32
     return Plan(layout, batch, precision, recompute)  # type: ignore[arg-type]
 
 
-NEAR = 0.002
-"""What a rehearsal's peak may be off by, as a share."""
+NEAR: dict[PrecisionKind, float] = {"fp32": 0.002, "bf16": 0.02}
+"""What a rehearsal's peak may be off by, as a share. In bf16 a CPU's products and sums take room of their own,
+which tensors without memory do not know of."""
 ATTEMPTS = 12
 
 
@@ -119,7 +120,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
     gc.collect()  # what earlier tests of this process left would count as freed by the step
     least, moment_seconds = before + _allocated_by(step, 0.002), 0.002
     for _ in range(ATTEMPTS - 1):
-        enough = torch.tensor(least <= rehearsed_bytes * (1 + NEAR))
+        enough = torch.tensor(least <= rehearsed_bytes * (1 + NEAR[plan.precision.kind]))
         if dist.is_initialized():
             dist.broadcast(enough, 0)
         if enough:
@@ -194,6 +195,7 @@ MORE = [
     ("llama", Layout(cp=2, cp_method="all_gather", zero_stage=3), "none", "fp32"),
     ("llama", Layout(cp=2, cp_method="ulysses", zero_stage=3), "none", "fp32"),
     ("moe", Layout(), "none", "fp32"),
+    ("llama", Layout(), "none", "bf16"),
 ]
 CASES = [
     *(("llama", layout, recompute, "fp32") for layout, recompute in LAYOUTS),
@@ -219,6 +221,6 @@ def test_a_rehearsal_is_a_real_run_without_its_memory(
         assert [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in report.collectives] == [
             (call.kind, call.ranks, call.num_bytes, call.dtype) for call in calls
         ]
-    assert report.peak_bytes == pytest.approx(peak, rel=NEAR)
+    assert report.peak_bytes == pytest.approx(peak, rel=NEAR[kind])
     assert RankGrid(layout).coordinates(0) == dict(report.coordinates)
     assert not dist.is_initialized()

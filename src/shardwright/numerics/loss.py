@@ -161,7 +161,10 @@ class _Head:
             chunk.raised_CV.mul_(self.logit_scale)
         if self.soft_cap is not None:
             chunk.raised_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        torch.log_softmax(chunk.raised_CV, dim=1, dtype=chunk.probs_CV.dtype, out=chunk.probs_CV)
+        if chunk.raised_CV.dtype == chunk.probs_CV.dtype:
+            torch.log_softmax(chunk.raised_CV, dim=1, out=chunk.probs_CV)
+        else:  # told to widen its input, log_softmax would make a wide copy of the chunk before it fills `out`
+            torch.log_softmax(chunk.probs_CV.copy_(chunk.raised_CV), dim=1, out=chunk.probs_CV)
         if self.vocabulary is not None:
             return self._measure_shard(self.vocabulary, chunk, labels_C1)
         loss_C = -chunk.probs_CV.gather(1, labels_C1).squeeze(1)
@@ -192,6 +195,22 @@ class _Head:
         if self.logit_scale != 1.0:
             grad_CV *= self.logit_scale
         return grad_CV
+
+
+_STRIPS = 32
+
+
+def _add_narrower(sum_VD: Tensor, product_VD: Tensor) -> None:
+    """Add a product to a sum of wider dtype, in place.
+
+    A CPU's addition makes a copy of its narrower operand in the wider dtype first, which would be one more gradient of the size of
+    the vocabulary at the peak of a step: by strips of rows the copy is a strip's. CUDA's kernels widen what they read.
+    """
+    if sum_VD.device.type != "cpu":
+        sum_VD += product_VD
+        return
+    for sum_RD, product_RD in zip(sum_VD.chunk(_STRIPS), product_VD.chunk(_STRIPS), strict=True):
+        sum_RD += product_RD
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -246,7 +265,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if product_VD is None:
                 grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
             else:
-                grad_weight_VD += torch.mm(grad_CV.T, hidden_CD, out=product_VD)
+                _add_narrower(grad_weight_VD, torch.mm(grad_CV.T, hidden_CD, out=product_VD))
 
         ctx.save_for_backward(grad_hidden_SD, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (hidden_SD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)

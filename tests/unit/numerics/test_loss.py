@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.numerics.loss import chunked_cross_entropy
@@ -218,6 +219,22 @@ def test_full_logits_are_never_held(dtype: torch.dtype) -> None:
         chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=chunk_tokens, soft_cap=5.0).backward()
     assert allocations.largest == chunk_tokens * vocabulary
     assert sum(saved) == tokens * width + vocabulary * width  # the two gradients and nothing else
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+def test_no_kernel_takes_a_wide_copy_of_what_is_narrow(compute: torch.dtype) -> None:
+    """Neither of a chunk's logits nor of a weight's product: by allocator events, as a dispatch mode sees no kernel from inside."""
+    tokens, width, vocabulary = 48, 64, 512  # sizes that no narrow tensor has
+    hidden_ND = torch.randn(tokens, width).to(compute).requires_grad_()
+    weight_VD = torch.randn(vocabulary, width).requires_grad_()
+    labels_N = torch.randint(0, vocabulary, (tokens,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=tokens)
+    wide = [tokens * vocabulary * 4, vocabulary * width * 4]
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    taken = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert [taken.count(size) for size in wide] == [1, 1]  # the probabilities and the gradient
 
 
 def test_evaluation_makes_no_gradient() -> None:
