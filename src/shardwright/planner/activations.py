@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.layout.context import ContextMethod, choose_context_method
+from shardwright.planner.backward import BlockWidths, norm_gradient, widest_gradients
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.facts import LayerKind, ModelFacts
 
@@ -81,6 +82,7 @@ def layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate) 
         candidate.precision,
         candidate.document_tokens,
         candidate.flash_attention,
+        candidate.fused_norms,
         candidate.compile,
         candidate.adapter if candidate.engine.frozen_drops_inputs else None,
         candidate.engine,
@@ -105,7 +107,7 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
     if shape.parallel_residual:
         num_before = min(num_before, 1)  # both branches' norms take the same input
     # Norms that add an offset to their weight run in fp32 and keep an fp32 copy of their input.
-    widened = max(size, 4) / size if shape.norm_offset != 0.0 else 1.0
+    widened = max(size, 4) / size if shape.norm_offset != 0.0 and candidate.fused_norms else 1.0
     norm_tensors, num_inputs, dropped = engine.norm_tensors, 2, 0.0
     if candidate.adapter is not None and engine.frozen_drops_inputs:
         roles = set(candidate.adapter.roles)
@@ -115,8 +117,12 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
             dropped = micro_batch_tokens(candidate) * shape.intermediate_size / candidate.layout.tp * size
     plain = ((norm_tensors - 1.0) * num_before + num_after) * residual * widened + 4 * kind.num_norms * stream
     plain += num_inputs * into_products
+    if kind.shape.sparse and engine.frees_in_backward:
+        plain += _router_input(facts, candidate, into_products)
     plain += attention.kept + inner - dropped
     gradients = max(inner_gradients, attention.gradients) + 2 * residual
+    if engine.frees_in_backward:
+        gradients = _widest_gradients(facts, kind, candidate)
     if candidate.recompute == "none":
         return LayerActivations(plain, 0.0, gradients)
     # The block's input is what is kept in any case.
@@ -129,7 +135,49 @@ def _layer_activations(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
     eager = None if candidate.compile else engine.eager_selective_share
     share = engine.selective_share if eager is None else eager
     kept = residual + share * (attention.products + inner_products + 2 * _branch_output(candidate, facts))
-    return LayerActivations(kept, max(0.0, plain - residual - share * (attention.products + inner_products)), gradients)
+    # Of what is kept, attention's last product goes as soon as the block runs again: nothing else reads it.
+    spent = _branch_output(candidate, facts) if engine.frees_in_backward else 0.0
+    return LayerActivations(kept, max(0.0, plain - residual - spent - share * (attention.products + inner_products)), gradients)
+
+
+def _router_input(facts: ModelFacts, candidate: Candidate, into_products: float) -> float:
+    """Bytes that a sparse layer keeps of its input beyond what a dense one does: the router's in fp32; the experts' are the rows
+    sent to them, so that only a shared expert needs it in the products' precision."""
+    wide = micro_batch_tokens(candidate) * facts.shape.hidden_size * max(candidate.activation_bytes, 4)
+    shared = facts.shape.experts is not None and facts.shape.experts.shared_intermediate_size > 0
+    return wide if shared and candidate.activation_bytes < 4 else 0.0 if shared else wide - into_products
+
+
+def _widest_gradients(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Bytes at the widest point of one block's backward pass, beside what it keeps."""
+    shape, layout, size, tokens = facts.shape, candidate.layout, candidate.activation_bytes, micro_batch_tokens(candidate)
+    stream, gathered = residual_tokens(candidate) * shape.hidden_size * size, _branch_output(candidate, facts)
+    experts = shape.experts if kind.shape.sparse else None
+    gated = shape.gated or experts is not None
+    rows, width = float(tokens), float(shape.intermediate_size)
+    if experts is not None:
+        rows, width = float(tokens * experts.experts_per_token), float(experts.intermediate_size)
+    inner = rows * width / layout.tp * size
+    heads = shape.num_heads / layout.tp
+    scores = 0.0
+    if shape.attention_soft_cap is not None or not candidate.flash_attention:
+        # The gradients of fp32 weights, before and after their softmax; the weights in the products' precision are gone by then.
+        scores = tokens * heads * candidate.sequence_length * (2 * max(size, 4) - size)
+    fused = shape.norm == "layer" or candidate.fused_norms
+    return widest_gradients(
+        BlockWidths(
+            stream=stream,
+            gathered=gathered,
+            inner=inner,
+            gated=gated,
+            routed=0.0 if experts is None else rows * shape.hidden_size * size,
+            gathers=layout.tp > 1 and layout.sequence_parallel,
+            queries=tokens * shape.query_width / layout.tp * size,
+            keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
+            scores=scores,
+            norm=norm_gradient(stream, size, fused=fused),
+        )
+    )
 
 
 def stage_ends(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
@@ -141,6 +189,34 @@ def stage_ends(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     """
     tokens = micro_batch_tokens(candidate)
     return 8.0 * tokens, residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+
+
+def head_logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+    """Bytes at the loss, and bytes that are left of them when the backward pass begins.
+
+    Chunked: the logits of a chunk in the products' precision and in fp32 (twice with a bend or a scale), the gradient of the hidden
+    states, and of the head's weight in fp32 with one product's worth beside it. The weight's gradient waits for the backward pass.
+    """
+    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
+    tokens, vocab = micro_batch_tokens(candidate), shape.vocab_size / tp
+    hidden_gradient = tokens * shape.hidden_size * size
+    weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
+    if candidate.loss_chunk_tokens is None:
+        seen = shape.vocab_size if candidate.engine.whole_logits else vocab
+        cut = candidate.engine.cut_logit_bytes if tp > 1 else None
+        return tokens * seen * (candidate.engine.logit_bytes if cut is None else cut), 0.0
+    chunk = min(candidate.loss_chunk_tokens, tokens)
+    plain = shape.logit_scale == 1.0 and shape.final_soft_cap is None
+    wide = max(size, 4)
+    per_logit = wide + (size if plain or size == wide else size + wide)
+    if size == wide:
+        per_logit = 2 * wide
+    made = weight * (wide + (size if size != wide else 0))
+    # Later the hidden states' gradient has become that of the last layer's output, which is counted there.
+    sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
+    if candidate.engine.frees_in_backward:
+        hidden_gradient *= 2  # what it is the gradient of is there as well, and read by chunk after chunk
+    return chunk * vocab * per_logit + hidden_gradient + made, weight * (size if sharded else wide)
 
 
 def shared_tables(facts: ModelFacts, candidate: Candidate) -> float:
@@ -200,6 +276,8 @@ class _Attention:
             # Views of one fused result keep all of it alive beside the turned queries and keys.
             kept += (queries + keys) * size if kind.shape.rope is not None else 0.0
         kept += candidate.engine.rotary_tensors * (queries + keys) * size
+        if candidate.engine.frees_in_backward and candidate.layout.cp > 1 and context_method(facts, candidate) != "all_gather":
+            kept += queries * size  # the output by heads, as the ring's kernel puts it together, beside that by tokens
         if shape.qk_norm is not None:
             kept += (queries + keys) * size
         products = (2 * queries + 2 * keys) * size + 4 * heads

@@ -127,9 +127,12 @@ class Engine:
     """zero_stage 3 gathers and reduces each tensor by itself, rather than a block's together."""
     defers_stage_2: bool = False
     """zero_stage 2 reduces gradients once per step rather than with every micro-batch."""
+    frees_in_backward: bool = False
+    """The backward pass is followed operation by operation, with what each lets go of (`planner.backward`). Other trainers' peaks,
+    read from allocators, are taken from the widest gradients beside all that a block keeps."""
 
 
-SHARDWRIGHT = Engine()
+SHARDWRIGHT = Engine(frees_in_backward=True)
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,8 @@ class Candidate:
     reduce_in_bf16: bool = False
     compile: bool = False
     flash_attention: bool = True
+    fused_norms: bool = True
+    """Whether one kernel makes a norm's gradient; on the CPU it is spelled out in fp32."""
     document_tokens: int | None = None
     fp4_layers: int | None = None
     """With `nvfp4`: so many layers from the first are, the others stay in bf16; None: all."""

@@ -14,7 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardwright.planner.activations import layer_activations, micro_batch_tokens, residual_tokens, shared_tables, stage_ends
+from shardwright.planner.activations import (
+    head_logits,
+    layer_activations,
+    micro_batch_tokens,
+    residual_tokens,
+    shared_tables,
+    stage_ends,
+)
+from shardwright.planner.backward import norm_gradient
 from shardwright.planner.candidate import STATE_BYTES, Candidate
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import Held, ModelFacts
@@ -238,8 +246,8 @@ def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing
     if not candidate.engine.casts_at_use or size == candidate.master_bytes or candidate.adapter is not None:
         return 0.0
     # Casts are kept for the backward pass with the activations of the layer that made them, once per micro-batch in flight; under
-    # full recompute only those of one layer exist.
-    if candidate.recompute == "full":
+    # recompute, which makes them again, only those of one layer exist.
+    if candidate.recompute == "full" or (candidate.recompute == "selective" and candidate.engine.frees_in_backward):
         return _group_elements(facts, candidate, load) * size + (_root_elements(facts, candidate, load) * size if root else 0)
     layers = standing.held.matrices - _root_elements(facts, candidate, load)
     return max(0.0, layers) * size * load.in_flight + (_root_elements(facts, candidate, load) * size if root else 0)
@@ -270,7 +278,10 @@ def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _L
             whole = layer if share == 1.0 else layer_activations(facts, kind, replace(candidate, precision="bf16", fp4_layers=None))
             kept += (share * layer.kept + (1.0 - share) * whole.kept) * count
             largest = max(largest, layer.kept)
-            rebuilt, gradients = max(rebuilt, layer.rebuilt), max(gradients, layer.gradients)
+            if not candidate.engine.frees_in_backward:
+                rebuilt, gradients = max(rebuilt, layer.rebuilt), max(gradients, layer.gradients)
+            elif layer.rebuilt + layer.gradients > rebuilt + gradients:
+                rebuilt, gradients = layer.rebuilt, layer.gradients
     at_start, at_end = stage_ends(facts, candidate)
     ends = (at_start if load.embedding else 0.0) + (at_end if load.head else 0.0)
     messages = 0.0
@@ -285,39 +296,18 @@ def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _L
     return _Live(kept + ends, shared_tables(facts, candidate), messages, largest, rebuilt, gradients)
 
 
-def _logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
-    """Bytes at the loss, and bytes that are left of them when the backward pass begins.
-
-    Chunked: the logits of a chunk in the products' precision and in fp32 (twice with a bend or a scale), the gradient of the hidden
-    states, and of the head's weight in fp32 with one product's worth beside it. The weight's gradient waits for the backward pass.
-    """
-    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
-    tokens, vocab = micro_batch_tokens(candidate), shape.vocab_size / tp
-    hidden_gradient = tokens * shape.hidden_size * size
-    weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
-    if candidate.loss_chunk_tokens is None:
-        seen = shape.vocab_size if candidate.engine.whole_logits else vocab
-        cut = candidate.engine.cut_logit_bytes if tp > 1 else None
-        return tokens * seen * (candidate.engine.logit_bytes if cut is None else cut), 0.0
-    chunk = min(candidate.loss_chunk_tokens, tokens)
-    plain = shape.logit_scale == 1.0 and shape.final_soft_cap is None
-    wide = max(size, 4)
-    per_logit = wide + (size if plain or size == wide else size + wide)
-    if size == wide:
-        per_logit = 2 * wide
-    made = weight * (wide + (size if size != wide else 0))
-    # Later the hidden states' gradient has become that of the last layer's output, which is counted there.
-    sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
-    return chunk * vocab * per_logit + hidden_gradient + made, weight * (size if sharded else wide)
-
-
 def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing, live: _Live) -> MemoryParts:
     """The loss with its logits, the first layer of the backward pass, or the first reduction, when that layer's are gone."""
     layout = candidate.layout
     kept = live.kept(load.in_flight)
-    logits, left = _logits(facts, candidate) if load.head else (0.0, 0.0)
+    logits, left = head_logits(facts, candidate) if load.head else (0.0, 0.0)
     gradients = _gradients_at_loss(candidate, standing.gradients)
     moments = [(kept, logits, load.head, 0.0), (kept + live.rebuilt + live.gradients, left, False, 0.0)]
+    if load.head and not candidate.fused_norms:
+        # The last norm's gradient, before any layer has let go of anything; the norm's output and its gradient.
+        stream = residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
+        spelled = facts.shape.norm != "layer"
+        moments.append((kept + stream + norm_gradient(stream, candidate.activation_bytes, fused=not spelled), left, False, 0.0))
     reduction = _reduction(candidate, _group_elements(facts, candidate, load))
     if reduction:
         reduced = min(layout.wrap_blocks, sum(load.layers))
@@ -382,11 +372,25 @@ def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, stand
     if not sharded and candidate.adapter is None and candidate.gradient_accumulation_steps > 1 and load.embedding:
         # What is added to a gradient that is there already is made first.
         workspaces += facts.held(candidate.layout).embedding.whole * candidate.master_bytes
+    gradients = standing.gradients + standing.reduced + standing.fresh
+    if candidate.engine.frees_in_backward and candidate.adapter is None and load.embedding:
+        gradients -= _yet_to_come(facts, candidate, load, standing)
     return MemoryParts(
         weights=standing.weights,
         optimizer=standing.optimizer,
-        gradients=standing.gradients + standing.reduced + standing.fresh,
+        gradients=gradients,
         activations=kept + live.rebuilt + live.gradients + live.largest,
         gathered=_gathered(facts, candidate, load, standing, root=False),
         workspaces=workspaces,
     )
+
+
+def _yet_to_come(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing) -> float:
+    """Bytes of gradients that are not there yet when the first layer's backward pass is at its widest: the layer's own and the
+    embedding's. Those of earlier micro-batches, and buckets, are there all along."""
+    if _gradients_at_loss(candidate, standing.gradients) or not standing.trained.whole:
+        return 0.0
+    held = facts.held(candidate.layout)
+    later = _group_elements(facts, candidate, load)
+    later += 0.0 if facts.shape.tied_embeddings else held.embedding.whole
+    return standing.gradients * min(1.0, later / standing.trained.whole)

@@ -63,6 +63,8 @@ class Predictor:
 
     def memory(self, candidate: Candidate, pipeline: PipelineShape) -> MemoryParts:
         """Of the fullest rank."""
+        if self.cluster.accelerator.kind == "cpu":
+            candidate = replace(candidate, fused_norms=False)
         loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
         return max(loads, key=lambda parts: parts.total)
 

@@ -70,6 +70,9 @@ CASES = [
     Case("llama", Layout(dp_shard=4, zero_stage=3), also=LORA),
     Case("llama", Layout(), also=QLORA),
     Case("llama", Layout(dp_shard=4, zero_stage=3), also=PREFERENCES),
+    Case("qwen3_moe", Layout(dp_shard=2, zero_stage=3), recompute="full"),
+    Case("gpt2", Layout(dp_shard=2, zero_stage=1)),
+    Case("llama", Layout(tp=2, sequence_parallel=False)),
 ]
 MORE = [
     Case("llama", Layout(dp_replicate=2), also=PREFERENCES, steps=2),
@@ -93,6 +96,18 @@ MORE = [
     Case("llama", Layout(pp=2, dp_shard=2, zero_stage=1, schedule="interleaved_1f1b"), steps=4),
     Case("llama", Layout(pp=2), steps=4, recompute="full"),
     Case("llama", Layout(), kind="fp32", recompute="selective"),
+    Case("gpt2", Layout(dp_shard=2, zero_stage=2), steps=2),
+    Case("gpt2", Layout(dp_replicate=2)),
+    Case("gpt2", Layout(), recompute="full"),
+    Case("gpt2", Layout(dp_shard=2, zero_stage=3), recompute="selective"),
+    Case("llama", Layout(tp=2, sequence_parallel=False), recompute="full"),
+    Case("llama", Layout(tp=2, dp_shard=2, zero_stage=3, sequence_parallel=False)),
+    Case("qwen3_moe", Layout(dp_shard=2, zero_stage=1)),
+    Case("qwen3_moe", Layout(dp_shard=2, zero_stage=2), steps=2, recompute="selective"),
+    Case("llama", Layout(), recompute="full"),
+    Case("llama", Layout(), recompute="selective"),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="full"),
+    Case("gemma2", Layout(), recompute="full"),
 ]
 
 
@@ -109,6 +124,7 @@ def test_the_planner_predicts_what_the_step_takes(case: Case) -> None:
         micro_batch_size=ROWS,
         gradient_accumulation_steps=case.steps,
         recompute=case.recompute,
+        fused_norms=False,  # a rehearsal runs as the CPU does
     )
     load = pipeline_of(facts, case.layout, case.steps, TOKENS).load_of(0)
     predicted = predict_memory(facts, candidate, load, TENSORS_ALONE)
