@@ -166,6 +166,8 @@ OTHERS = (
     Parameter("frameworks", "deepspeed", "data_overlap", 0.01, 1.0),
     Parameter("frameworks", "deepspeed", "bytes_share", 0.4, 4.0),
     Parameter("frameworks", "deepspeed", "data_hop_seconds", 0.0, 1e-4),
+    # FSDP2's prefetching is one implementation, which several trainers have; torchtitan's rows tell of it.
+    Parameter("frameworks", "FSDP2", "data_overlap", 0.0, 1.0),
     # aleph's tensor parallelism sums twice a block without overlap, over what its links then reach.
     Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
     Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
@@ -191,7 +193,7 @@ def _parameters() -> tuple[Parameter, ...]:
         found += [
             Parameter("frameworks", trainer, field, low, high)
             for field, (low, high) in TRAINER_FIELDS.items()
-            if (trainer, field) != ("megatron-core", "host_seconds")
+            if (trainer, field) not in (("megatron-core", "host_seconds"), ("torchtitan", "data_overlap"))
         ]
     return (*found, *OTHERS)
 
@@ -208,6 +210,7 @@ NANOTRON = {
     "host_seconds": 7e-5,
 }
 DEEPSPEED = {"data_hop_seconds": 1e-5}
+OURS = {"tensor_overlap": 0.0}  # tensor-parallel collectives are waited for where they are started
 LATENT = {"latent_experts": {"expert_overlap": 0.75, "near_expert_overlap": 0.75}}  # three quarters of the rows are not sent
 ROUTING = {"unfused routing": {"routing_seconds": 2e-7}}  # what single rows show of NeMo's boards of eight around the turn of 2026
 CPU = {
@@ -229,6 +232,10 @@ CPU = {
 `step_share` and `expert_share` are what `python -m benchmarks.fit_cpu` prints. gloo's threads send with the very cores
 that compute: nothing hides."""
 START = Efficiencies(
-    {"accelerators": {"cpu": CPU}, "frameworks": {"nanotron": NANOTRON, "deepspeed": DEEPSPEED}, "features": LATENT | ROUTING}
+    {
+        "accelerators": {"cpu": CPU},
+        "frameworks": {"nanotron": NANOTRON, "deepspeed": DEEPSPEED, "shardwright": OURS},
+        "features": LATENT | ROUTING,
+    }
 )
 """Where every fit begins: the defaults of `Efficiency`, and what single rows of nanotron's table show at a glance."""

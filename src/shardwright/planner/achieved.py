@@ -20,6 +20,8 @@ from shardwright.hardware import Accelerator
 from shardwright.planner.efficiency import Efficiency
 
 SECTIONS = ("accelerators", "frameworks", "features")
+FAMILIES = {"shardwright": "FSDP2", "torchtitan": "FSDP2", "torchtune": "FSDP2", "automodel": "FSDP2"}
+"""Trainers whose data ranks gather and reduce by one implementation, and its entry of `frameworks`, which they share."""
 EVERY_TRAINER = "every trainer"
 """The entry of `frameworks` that holds for a trainer until its own says otherwise, and on GPUs for one that nobody has measured."""
 
@@ -35,6 +37,7 @@ class Efficiencies:
         """Section and name of what a run reads, the widest first: each may override those before it."""
         return (
             ("frameworks", EVERY_TRAINER),
+            ("frameworks", FAMILIES.get(framework, EVERY_TRAINER)),
             ("accelerators", accelerator.kind),
             ("accelerators", accelerator.generation),
             ("accelerators", accelerator.name),

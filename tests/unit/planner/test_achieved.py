@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.hardware import accelerators, find_accelerator
 from shardwright.planner import Efficiency
-from shardwright.planner.achieved import Efficiencies, load_efficiencies
+from shardwright.planner.achieved import EVERY_TRAINER, Efficiencies, load_efficiencies
 from shardwright.planner.frameworks import FRAMEWORKS
 
 H100 = find_accelerator("H100")
@@ -33,6 +33,21 @@ def test_where_nothing_was_fitted_products_reach_what_their_maker_measured() -> 
     assert unfitted.attention_forward_share < Efficiency().attention_forward_share
     fitted = Efficiencies({"accelerators": {"CDNA 3": {"matmul_share": 0.5}}})
     assert fitted.of(find_accelerator("MI300X")).matmul_share == 0.5
+
+
+def test_trainers_of_one_implementation_share_its_numbers_below_a_devices() -> None:
+    efficiencies = Efficiencies(
+        {
+            "frameworks": {EVERY_TRAINER: {"data_overlap": 0.5, "bytes_share": 2.0}, "FSDP2": {"data_overlap": 0.8}},
+            "accelerators": {"cpu": {"data_overlap": 0.0}},
+        }
+    )
+    assert efficiencies.of(H100, "torchtitan") == efficiencies.of(H100), "ours is FSDP2's, too"
+    assert (efficiencies.of(H100).data_overlap, efficiencies.of(H100).bytes_share) == (0.8, 2.0)
+    assert efficiencies.of(H100, "aleph").data_overlap == 0.5
+    assert efficiencies.of(find_accelerator("EPYC-9654")).data_overlap == 0.0
+    own = ("frameworks", "torchtitan")
+    assert efficiencies.of(H100, "torchtitan", before=own).data_overlap == 0.8
 
 
 def test_one_number_changed_leaves_the_rest() -> None:
