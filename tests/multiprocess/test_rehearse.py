@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
     },
+    "llama of 4": {"model_type": "llama", **_SIZES, "num_hidden_layers": 4},
 }
 MODEL = MODELS["llama"]
 
@@ -196,6 +197,10 @@ MORE = [
     ("llama", Layout(cp=2, cp_method="ulysses", zero_stage=3), "none", "fp32"),
     ("moe", Layout(), "none", "fp32"),
     ("llama", Layout(), "none", "bf16"),
+    ("llama", Layout(tp=2, sequence_parallel=False), "none", "bf16"),
+    ("llama", Layout(dp_shard=2, zero_stage=3), "selective", "bf16"),
+    ("moe", Layout(dp_shard=2, ep=2, zero_stage=3), "none", "bf16"),
+    ("llama of 4", Layout(pp=2, schedule="zbv"), "none", "fp32"),
 ]
 CASES = [
     *(("llama", layout, recompute, "fp32") for layout, recompute in LAYOUTS),
