@@ -27,9 +27,9 @@ def held_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
     return _bytes(parameters) + _bytes(states) + _bytes(buckets)
 
 
-def allocated_by(step: Callable[[], object]) -> int:
-    """The most bytes that `step` holds beyond those at its start. The step takes longer meanwhile."""
-    allocated = Allocated()
+def allocated_by(step: Callable[[], object], moment_seconds: float = _MOMENT_SECONDS) -> int:
+    """The most bytes that `step` holds beyond those at its start. The step takes longer meanwhile, by a moment at each wait."""
+    allocated = Allocated(moment_seconds)
     step()
     return allocated.end()
 
@@ -37,9 +37,9 @@ def allocated_by(step: Callable[[], object]) -> int:
 class Allocated:
     """Counts from its making on: the most bytes held beyond those of the beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, moment_seconds: float = _MOMENT_SECONDS) -> None:
         self._entered = ExitStack()
-        self._entered.enter_context(_operands_let_go())
+        self._entered.enter_context(_operands_let_go(moment_seconds))
         self._profiler = self._entered.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
 
     def end(self) -> int:
@@ -56,13 +56,18 @@ class Allocated:
 
 
 @contextmanager
-def _operands_let_go() -> Iterator[None]:
-    """Hold this rank for a moment after each wait: gloo's thread tells of a collective's end before it drops its operands."""
+def _operands_let_go(moment_seconds: float) -> Iterator[None]:
+    """Hold this rank for a moment after each wait, so that what is measured is the step and not a race.
+
+    Gloo's worker thread tells the waiting thread that a collective is done before it drops its own references to the
+    operands; on an idle machine the step is then some kernels further, with the operands still counted as held. On a busy one no
+    moment is surely long enough: of several steps the least counts.
+    """
     wait = dist.Work.wait
 
     def wait_and_a_moment(work: dist.Work, *args: Any) -> bool:
         done = wait(work, *args)
-        time.sleep(_MOMENT_SECONDS)
+        time.sleep(moment_seconds)
         return done
 
     with patch.object(dist.Work, "wait", wait_and_a_moment):

@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.planner_fit import PULL, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
-from benchmarks.planner_rows import Errors, Row, errors_of, load_rows, show, show_errors, split
+from benchmarks.planner_rows import Errors, Row, at_most, errors_of, halve, load_rows, show, show_errors
 from shardwright.planner import achieved
 from shardwright.planner.achieved import Efficiencies, load_efficiencies
 
@@ -45,16 +45,10 @@ def halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, list[Error
 
     Of a source of more than twice `MOST_OF_A_SOURCE` rows a fit looks at fewer than half.
     """
-    ordered = sorted(rows, key=lambda row: row.order)
+    one, other = halve(rows)
     found: dict[str, list[Errors]] = {}
-    for parity in (0, 1):
-        parts: tuple[list[Row], list[Row]] = ([], [])
-        places: dict[str, int] = {}
-        for row in ordered:
-            place = places[row.case.source] = places.get(row.case.source, -1) + 1
-            parts[(place + parity) % 2].append(row)
-        looked_at, held_out = parts
-        efficiencies = fit(split(looked_at, MOST_OF_A_SOURCE, 1.0)[0], turns, pull)
+    for looked_at, held_out in ((one, other), (other, one)):
+        efficiencies = fit(at_most(looked_at, MOST_OF_A_SOURCE), turns, pull)
         for row in held_out:
             found.setdefault(row.case.source, []).append(errors_of(row, efficiencies))
     return found
@@ -69,7 +63,7 @@ def without_source(rows: Sequence[Row], turns: int, pull: float, sources: Iterab
     found = {}
     for source in sources:
         others = [row for row in rows if row.case.source != source]
-        search = Fit(split(others, MOST_OF_A_SOURCE, 1.0)[0], PARAMETERS, START, pull)
+        search = Fit(at_most(others, MOST_OF_A_SOURCE), PARAMETERS, START, pull)
         efficiencies = search.run(turns, begin=load_efficiencies(PACKAGED))
         found[source] = [errors_of(row, efficiencies) for row in rows if row.case.source == source]
         show_errors(f"{source} held out", {source: found[source]})
@@ -98,7 +92,7 @@ def main() -> None:
     rows = load_rows(options.published)
     every = sorted({row.case.source for row in rows})
     if options.what == "fit":
-        efficiencies = fit(split(rows, MOST_OF_A_SOURCE, 1.0)[0], options.turns, options.pull, verbose=True)
+        efficiencies = fit(at_most(rows, MOST_OF_A_SOURCE), options.turns, options.pull, verbose=True)
         write(efficiencies, options.efficiencies)
         show("Fitted to all rows", rows, efficiencies)
     elif options.what == "halves":

@@ -7,16 +7,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
 from shardwright.planner.achieved import Efficiencies
 from shardwright.planner.measurements import Case, configuration, read_case, read_rows
 from shardwright.planner.published import memory_bytes, predict_case
 from shardwright.units import GIB_BYTES
-
-MOST_ROWS = 100
-"""Rows of one source that a fit on a part looks at, and no more than half: the others are held out."""
 
 JUDGED = ("aleph-layouts", "litgpt", "bloom-prequel")
 """Sources whose failures are known to be out of memory, so that `fits` of their rows is right or wrong."""
@@ -83,17 +79,22 @@ def errors_of(row: Row, efficiencies: Efficiencies) -> Errors:
     )
 
 
-def split(rows: Iterable[Row], most: int = MOST_ROWS, share: float = 0.5) -> tuple[list[Row], list[Row]]:
-    """Rows that a fit looks at, and rows that it never does: of each source at most a share, by a hash of the id."""
+def at_most(rows: Iterable[Row], most: int) -> list[Row]:
+    """Of each source the first so many rows, by a hash of the id."""
     chosen: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.order):
         chosen[row.case.source].append(row)
-    fitted, held_out = [], []
-    for found in chosen.values():
-        looked_at = min(most, ceil(share * len(found)))
-        fitted += found[:looked_at]
-        held_out += found[looked_at:]
-    return fitted, held_out
+    return [row for found in chosen.values() for row in found[:most]]
+
+
+def halve(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Every second row of each source, by a hash of the id, and the others."""
+    halves: tuple[list[Row], list[Row]] = ([], [])
+    places: dict[str, int] = defaultdict(int)
+    for row in sorted(rows, key=lambda row: row.order):
+        halves[places[row.case.source] % 2].append(row)
+        places[row.case.source] += 1
+    return halves
 
 
 def show(title: str, rows: Iterable[Row], efficiencies: Efficiencies) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -14,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from benchmarks.allocated import allocated_by, held_bytes
 
 from shardwright.architecture import ExpertShape, read_config
 from shardwright.config import Recipe
@@ -77,7 +76,7 @@ ATTEMPTS = 12
 def a_real_step(plan: Plan, rehearsed_bytes: int, model_name: str = "llama") -> tuple[int, list[Collective]]:
     """Peak bytes of this rank by the profiler's allocator events, and its collectives.
 
-    The least of some steps, until rank 0 comes down to what was rehearsed: see `_operands_let_go`.
+    The least of some steps, until rank 0 comes down to what was rehearsed: see `benchmarks.allocated`.
     """
     with _evenly_routed():
         return _measure(plan, rehearsed_bytes, model_name)
@@ -104,11 +103,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
         model = rehearsed._build(checked, shape, plan, None)
     optimizer = build_optimizer(model.named_parameters(), checked.optimizer, learning_rate=1e-4, weight_decay=0.1)
     create_state(optimizer)
-    held = [parameter for _, parameter in model.named_parameters()]
-    held += [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
-    before = sum(_bytes(tensor) for tensor in held)
-    if model.module is not model.decoder:  # DDP's buckets stay from step to step, and are the gradients
-        before += sum(_bytes(parameter) for _, parameter in model.named_parameters())
+    before = held_bytes(model, optimizer)
     batches = rehearsed._micro_batches(plan)
 
     def step() -> None:
@@ -119,7 +114,7 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
     with Recorder() as recorder:
         step()
     gc.collect()  # what earlier tests of this process left would count as freed by the step
-    least, moment_seconds = before + _allocated_by(step, 0.002), 0.002
+    least, moment_seconds = before + allocated_by(step, 0.002), 0.002
     for _ in range(ATTEMPTS - 1):
         enough = torch.tensor(least <= rehearsed_bytes * (1 + NEAR[plan.precision.kind]))
         if dist.is_initialized():
@@ -127,46 +122,8 @@ def _measure(plan: Plan, rehearsed_bytes: int, model_name: str) -> tuple[int, li
         if enough:
             break
         moment_seconds = min(0.1, 1.5 * moment_seconds)
-        least = min(least, before + _allocated_by(step, moment_seconds))
+        least = min(least, before + allocated_by(step, moment_seconds))
     return least, recorder.collectives
-
-
-def _allocated_by(step: Callable[[], None], moment_seconds: float) -> int:
-    """The most bytes that a step has allocated beyond those at its start, by the profiler's allocator events."""
-    with _operands_let_go(moment_seconds), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    live = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
-@contextmanager
-def _operands_let_go(moment_seconds: float) -> Iterator[None]:
-    """Hold every rank for a moment after each wait, so that what is measured is the step and not a race.
-
-    Gloo's worker thread tells the waiting thread that a collective is done before it drops its own references to the
-    operands; on an idle machine the step is then some kernels further, with the operands still counted as held. On a busy one no
-    moment is surely long enough: of several steps the least counts.
-    """
-    wait = dist.Work.wait
-
-    def wait_and_a_moment(work: dist.Work, *args: Any) -> bool:
-        done = wait(work, *args)
-        time.sleep(moment_seconds)
-        return done
-
-    with patch.object(dist.Work, "wait", wait_and_a_moment):
-        yield
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.numel() * local.element_size())
 
 
 def _real_fill(specs: Any, param: torch.dtype) -> Any:

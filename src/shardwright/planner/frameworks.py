@@ -322,12 +322,15 @@ def name_framework(*texts: str) -> str | None:
 
 
 _PERFORMANCE_RECIPES = r"nemo(?!\S* automodel)|megatron-bridge|dgxc"
-"""Tables of NVIDIA's, whose recipes set `grad_reduce_in_fp32 = False` (scripts/performance of NeMo and of Megatron-Bridge)."""
+"""Tables of NVIDIA's."""
 
 
-def adapts_attention_only(*texts: str) -> bool:
-    """Whether one of the texts names NVIDIA's performance recipes, which adapt the fused queries, keys and values alone
-    (`peft.target_modules = ["linear_qkv"]`)."""
+def follows_performance_recipe(*texts: str) -> bool:
+    """Whether one of the texts names NVIDIA's performance recipes (scripts/performance of NeMo and of Megatron-Bridge).
+
+    They set `grad_reduce_in_fp32 = False`, and adapt the fused queries, keys and values alone
+    (`peft.target_modules = ["linear_qkv"]`).
+    """
     return any(re.search(_PERFORMANCE_RECIPES, text.lower()) for text in texts)
 
 
@@ -351,7 +354,7 @@ def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, acce
         engine = replace(engine, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:
         engine = replace(engine, norm_tensors=2.0)  # one fused kernel keeps its input and its output
-    if engine.name == "megatron-core" and re.search(_PERFORMANCE_RECIPES, f"{row['notes.framework']} {row['source']}".lower()):
+    if engine.name == "megatron-core" and follows_performance_recipe(row["notes.framework"], row["source"]):
         engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
     if engine.name == "deepspeed" and re.search(_FIRST_ZERO_3, row["source"].lower()):
         engine = replace(engine, gathers_tensors=True)

@@ -21,7 +21,7 @@ from shardwright.errors import DataError, InputError
 from shardwright.hardware import Cluster, find_node, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Adapter, Candidate, Offload, OptimizerKind, Precision, Reference
-from shardwright.planner.frameworks import FRAMEWORKS, Framework, adapts_attention_only, engine_of, name_framework
+from shardwright.planner.frameworks import FRAMEWORKS, Framework, engine_of, follows_performance_recipe, name_framework
 from shardwright.planner.named_models import has_latent_experts, is_hybrid, shape_of_row
 from shardwright.planner.notes import fill_from_notes, read_columns, read_notes
 from shardwright.planner.sparse_recipes import expert_features, expert_parallel, with_prediction_layer
@@ -345,7 +345,7 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
     if targets and not targets.startswith("all"):
         letters = "qkvo" if targets.startswith("att") else re.sub(r"_?proj|[^qkvo]", "", targets)
         return Adapter(rank, tuple(role for letter, role in _ATTENTION.items() if letter in letters), quantised)
-    if adapts_attention_only(row["source_group"], row["source"]):
+    if follows_performance_recipe(row["source_group"], row["source"]):
         return Adapter(rank, ("query", "key", "value", "qkv"), quantised)
     return Adapter(rank, quantised=quantised)
 

@@ -7,10 +7,15 @@ taken as unstated, as an empty field is. Torch-free.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NUMBER = re.compile(r"^~?\s*([0-9][0-9,_ ]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kmbt]?)(?:illion)?\b(.*)$")
+
+
+def _first_meaning(word: str, meanings: Iterable[tuple[str, str]], otherwise: str) -> str:
+    """What the first pattern that is found in the word stands for."""
+    return next((meaning for pattern, meaning in meanings if re.search(pattern, word)), otherwise)
 
 
 def spell_number(text: str, *, powers_of_two: bool = False) -> str:
@@ -61,14 +66,12 @@ def spell_recompute(text: str) -> str:
     ('none', 'none')
     """
     word = text.strip().lower()
-    for pattern, meaning in (
+    meanings = (
         (r"^(no|without|w/o)\b|\b(false|off|none|disabled)\b", "none"),
         (r"selective|partial|core|attention|\bsac\b|\bop\b", "selective"),
         (r"full|block|uniform|every|all|checkpoint|ckpt|recomp|^ac\b", "full"),
-    ):
-        if re.search(pattern, word):
-            return meaning
-    return {"yes": "full", "no": "none"}.get(spell_yes_no(word), "")
+    )
+    return _first_meaning(word, meanings, {"yes": "full", "no": "none"}.get(spell_yes_no(word), ""))
 
 
 def spell_precision(text: str) -> str:
@@ -78,17 +81,15 @@ def spell_precision(text: str) -> str:
     ['bf16', 'bf16', 'fp8', 'nvfp4', 'fp16', 'fp32', '']
     """
     word = text.strip().lower()
-    for pattern, meaning in (
+    meanings = (
         (r"fp4|float4|e2m1", "nvfp4"),
         (r"fp8|float8|e4m3|e5m2", "fp8"),
         (r"bf16|bfloat|brain", "bf16"),
         (r"fp16|float16|half|^16$|^o[12]$", "fp16"),
         (r"64", "fp64"),
         (r"32|single|full", "fp32"),
-    ):
-        if re.search(pattern, word):
-            return meaning
-    return ""
+    )
+    return _first_meaning(word, meanings, "")
 
 
 def spell_zero_stage(text: str) -> str:
@@ -102,15 +103,13 @@ def spell_zero_stage(text: str) -> str:
     word = re.sub(r"fsdp[ _-]?v?[12]\b", "fsdp", text.strip().lower())
     if found := re.search(r"[0-3](?![0-9])", re.sub(r"\.0$", "", word)):
         return found[0]
-    for pattern, stage in (
+    meanings = (
         (r"grad", "2"),
         (r"fsdp|hsdp|full|hybrid|zero(\+\+|-inf)|mics", "3"),
         (r"distributed.?opt|dist.?opt|optimizer.?state", "1"),
         (r"ddp|none|no(?![a-z])", "0"),
-    ):
-        if re.search(pattern, word):
-            return stage
-    return ""
+    )
+    return _first_meaning(word, meanings, "")
 
 
 def spell_task(text: str) -> str:
@@ -120,15 +119,13 @@ def spell_task(text: str) -> str:
     ['lora', 'qlora', 'pretraining', 'dpo', 'rollouts']
     """
     word = text.strip().lower()
-    for pattern, meaning in (
+    meanings = (
         (r"q-?lora", "qlora"),
         (r"lora|peft|\bdora|adapter", "lora"),
         (r"ppo|grpo|rlhf|rloo|reinforce|online", "rollouts"),
         (r"\bdpo|\bipo\b|\bkto|preference", "dpo"),
-    ):
-        if re.search(pattern, word):
-            return meaning
-    return word
+    )
+    return _first_meaning(word, meanings, word)
 
 
 def spell_accelerator(text: str) -> str:

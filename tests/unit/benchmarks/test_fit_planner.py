@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_parameters import PARAMETERS, START, Parameter
-from benchmarks.planner_rows import Row, errors_of, split
+from benchmarks.planner_rows import Row, errors_of, halve
 
 from shardwright.planner.achieved import EVERY_TRAINER, Efficiencies
 from shardwright.planner.measurements import configuration, read_case
@@ -88,7 +88,7 @@ def test_memory_that_is_too_small_costs_more_and_only_a_wrong_fit_costs() -> Non
 
 def test_the_halves_of_a_source_have_no_row_in_common() -> None:
     rows = [*_rows(START), *_rows(START, source="nanotron")]
-    looked_at, held_out = split(rows)
+    looked_at, held_out = halve(rows)
     assert sorted(row.case.id for row in (*looked_at, *held_out)) == sorted(row.case.id for row in rows)
     assert {row.case.source for row in looked_at} == {row.case.source for row in held_out} == {"NeMo", "nanotron"}
 
