@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardwright.config.schema import Recipe, RecomputeKind
 from shardwright.config.training import PrecisionSection, TrainingSection
@@ -40,13 +40,29 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
+class PrecisionChoice:
+    """What `precision: auto` means for a run, and why; the reason is one clause for a person to read."""
+
+    kind: Literal["fp32", "bf16"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} (auto: {self.reason})"
+
+
+@dataclass(frozen=True)
 class Plan:
-    """How a training run is cut over devices."""
+    """How a training run is cut over devices. Its precision is never `auto`."""
 
     layout: Layout
     batch: BatchPlan
     precision: PrecisionSection
     recompute: RecomputeKind = "none"
+    precision_reason: str | None = None
+    """Why `precision: auto` came to this kind; None where the recipe names the kind."""
+
+    def __post_init__(self) -> None:
+        assert self.precision.kind != "auto", "resolve chooses the precision of a plan"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON for the run folder."""
@@ -55,26 +71,50 @@ class Plan:
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "precision": self.precision.model_dump(mode="json"),
             "recompute": self.recompute,
+            **({} if self.precision_reason is None else {"precision_reason": self.precision_reason}),
         }
 
 
-def resolve(recipe: Recipe, world_size: int) -> Plan:
+def resolve(recipe: Recipe, world_size: int, auto_precision: PrecisionChoice | None = None) -> Plan:
     """The plan of a recipe on `world_size` ranks.
+
+    Args:
+        auto_precision: what `precision: auto` means on the devices that the plan is for. A recipe that names its precision
+            needs none.
 
     Raises:
         LayoutError, RecipeError: degrees or batch sizes that contradict each other, with the arithmetic shown.
         ScheduleError: a pipeline schedule that does not take the step's micro-batches.
     """
+    layout, batch = resolve_degrees(recipe, world_size)
+    chosen = auto_precision if recipe.precision.kind == "auto" else None
+    return Plan(
+        layout=layout,
+        batch=batch,
+        precision=settle_precision(recipe, chosen).precision,
+        recompute=recipe.recompute,
+        precision_reason=None if chosen is None else chosen.reason,
+    )
+
+
+def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]:
+    """Layout and batch of a recipe on `world_size` ranks: all of the plan that does not depend on the devices.
+
+    Raises:
+        LayoutError, RecipeError, ScheduleError: as `resolve`.
+    """
     layout = resolve_layout(recipe.layout, world_size)
     batch = resolve_batch(recipe.training, layout.data_ranks)
     if layout.pp > 1:
         _check_schedule(layout, batch, compiles=recipe.model.compile)
-    return Plan(
-        layout=layout,
-        batch=batch,
-        precision=recipe.precision,
-        recompute=recipe.recompute,
-    )
+    return layout, batch
+
+
+def settle_precision(recipe: Recipe, choice: PrecisionChoice | None) -> Recipe:
+    """The recipe with the chosen kind in place of `precision: auto`; a recipe that names its precision as it is."""
+    if recipe.precision.kind != "auto" or choice is None:
+        return recipe
+    return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"kind": choice.kind})})
 
 
 def row_multiple(layout: Layout, at_least: int = 1) -> int:

@@ -28,7 +28,7 @@ from shardwright.data.prepare import Prepared
 from shardwright.data.preview import Span, read_spans
 from shardwright.data.report import SideReport
 from shardwright.errors import RecipeError
-from shardwright.plan import count_steps, resolve, resolve_batch
+from shardwright.plan import count_steps, resolve_batch, resolve_degrees
 
 SCHEMA_VERSION = 1
 NUM_BROKEN_SHOWN = 8
@@ -96,7 +96,7 @@ def _reader_of(recipe: Recipe) -> ReadShape:
 def run_length(recipe: Recipe, num_samples: int, num_ranks: int | None) -> RunLength:
     """Steps and epochs of the run on `num_ranks`; None takes the data ranks that the recipe's layout names, or one."""
     if num_ranks is not None:
-        batch = resolve(recipe, num_ranks).batch
+        _, batch = resolve_degrees(recipe, num_ranks)
     else:
         batch = resolve_batch(recipe.training, (recipe.layout.dp_replicate or 1) * (recipe.layout.dp_shard or 1))
     num_steps = count_steps(recipe.training, num_samples, batch.global_batch_size)

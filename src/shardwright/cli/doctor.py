@@ -18,6 +18,7 @@ from shardwright.config.load import parse_layout
 from shardwright.config.upkeep import DeviceKind
 from shardwright.errors import CheckFailed, ExitCode, InputError
 from shardwright.layout import Layout, resolve_layout
+from shardwright.plan import settle_precision
 from shardwright.train.ranks import RankEnvironment, find_ranks
 
 if TYPE_CHECKING:
@@ -91,7 +92,10 @@ def doctor_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.probe.calibrate import order_of
     from shardwright.probe.doctor import examine
+    from shardwright.train.automatic import choose_planned_precision
 
+    if checked is not None:
+        checked = settle_precision(checked, choose_planned_precision(checked))
     order = order_of(checked, degrees, device=kind, timeout_seconds=timeout, calibrates=calibrate is not None)
     diagnosis = examine(order, degrees.world_size)
     if diagnosis is None:  # rank 0 tells

@@ -105,6 +105,8 @@ def plan_command(
         told = {"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"emitted": written, "seconds": seconds}
         sys.stdout.write(json.dumps(told) + "\n")
     elif written is not None and out is None:
+        if found.precision_reason is not None:
+            sys.stderr.write(f"precision auto: {found.precision_reason}\n")
         sys.stdout.write(written["text"])
     else:
         from shardwright.cli.plan_table import show
@@ -228,5 +230,6 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
         ],
         "explanation": list(found.sentences),
         "search": asdict(found.effort),
+        "precision_reason": found.precision_reason,
         "remedy": found.remedy,
     }

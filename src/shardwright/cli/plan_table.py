@@ -31,6 +31,7 @@ def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: 
     told = f"{recipe.name} on {cluster.name}: {recipe.training.sequence_length:,} tokens a sequence"
     told += f", {batch:,} sequences a step" if batch else ""
     told += f", {template.precision}" if template is not None else ""
+    told += f" (precision auto: {found.precision_reason})" if found.precision_reason is not None else ""
     if template is not None and template.adapter is not None:
         told += f", LoRA of rank {template.adapter.rank}" + (" over NF4" if template.adapter.quantised else "")
     console.print(told, highlight=False)

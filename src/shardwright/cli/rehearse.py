@@ -13,7 +13,7 @@ from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.config import load_recipe, parse_layout
 from shardwright.errors import CheckFailed, ExitCode
 from shardwright.placement import check
-from shardwright.plan import resolve
+from shardwright.plan import resolve, resolve_degrees
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,11 +58,16 @@ def rehearse_and_show(
     checked: Recipe, world_size: int, console: Console, *, each_rank: bool = False, list_all: bool = False
 ) -> Rehearsal:
     """Rehearse a recipe on so many ranks, and print what it takes."""
-    shape, plan = shape_of(checked), resolve(checked, world_size)
-    check(shape, plan.layout, plan.batch.sequence_length)
+    shape, (layout, batch) = shape_of(checked), resolve_degrees(checked, world_size)
+    check(shape, layout, batch.sequence_length)
     # Torch comes in only now: a wrong recipe is told at once.
     from shardwright.rehearse.run import rehearse
+    from shardwright.train.automatic import choose_planned_precision
 
+    choice = choose_planned_precision(checked)
+    plan = resolve(checked, world_size, choice)
+    if choice is not None:
+        console.print(f"precision {choice}", highlight=False)
     with console.status("starting") as status:
         result = rehearse(
             checked,

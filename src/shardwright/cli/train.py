@@ -13,7 +13,7 @@ from shardwright.cli.options import JsonOutput, Overrides, RecipePath, show_log
 from shardwright.cli.progress import data_progress
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, InputError
-from shardwright.plan import resolve
+from shardwright.plan import resolve_degrees
 from shardwright.train.ranks import find_ranks
 from shardwright.units import format_bytes
 
@@ -58,7 +58,7 @@ def train_command(
 
         show_log()
         checked = resolve_auto(checked, world_size)
-    resolve(checked, world_size)
+    resolve_degrees(checked, world_size)
     if rehearse_first:
         _rehearse(checked, world_size, started=ranks is not None)
     # Torch comes in only now: a wrong recipe is told at once.

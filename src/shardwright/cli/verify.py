@@ -76,6 +76,7 @@ def verify_command(
     # Torch comes in only now: a wrong recipe is told at once.
     from rich.console import Console
 
+    from shardwright.train.automatic import choose_planned_precision
     from shardwright.verify.cases import choose_cases, choose_foreign_cases, choose_layouts, cut_shape
     from shardwright.verify.matrix import verify
     from shardwright.verify.pool import RankPool
@@ -85,6 +86,8 @@ def verify_command(
     shape = cut_shape(_read(checked), num_layers=num_layers, hidden_size=hidden_size)
     cases = (choose_foreign_cases if isinstance(shape, ForeignShape) else choose_cases)(shape.tied_embeddings, full=full)
     console = Console(stderr=json_output)
+    if (choice := choose_planned_precision(checked)) is not None:
+        console.print(f"precision {choice}; gradients are compared in {' and '.join(dtypes)} all the same", highlight=False)
     if checked.model.compile:
         console.print("model.compile is left out: blocks run as written")
     with RankPool() as pool, console.status("starting ranks") as status:

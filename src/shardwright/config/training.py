@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from shardwright.config.section import Fraction, NonNegative, Positive, Section
 
-PrecisionKind = Literal["fp32", "bf16", "fp16", "fp64"]
+PrecisionKind = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 ScheduleKind = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 
 
@@ -116,7 +116,9 @@ class OptimizerSection(Section):
 class PrecisionSection(Section):
     """Compute precision; master weights and moments stay fp32 (fp64 with `kind: fp64`)."""
 
-    kind: PrecisionKind = "fp32"
+    kind: PrecisionKind = "auto"
+    """Of matrix products. `auto` is bf16 where the device multiplies bf16 natively, otherwise fp32: chosen when the run begins,
+    recorded in its folder, and kept when it resumes on another machine."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3) also keeps what it accumulates
     between micro-batches in it."""

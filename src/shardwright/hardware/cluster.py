@@ -40,6 +40,12 @@ class Accelerator:
     """What the largest products reach of a precision's peak, where its maker or a public benchmark measured it."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
+    @property
+    def has_bf16_units(self) -> bool:
+        """True if it multiplies bf16 faster than fp32."""
+        peaks = self.peak_flops_per_second
+        return peaks.get("bf16", 0.0) > peaks.get("fp32", 0.0)
+
     def peak(self, precision: str) -> float:
         """Dense peak in FLOP/s of `precision`.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.config.schema import Recipe
 from shardwright.hardware import Cluster
+from shardwright.plan import settle_precision
 from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.candidate import Adapter, Precision
 from shardwright.planner.efficiency import Efficiency
@@ -13,7 +14,14 @@ from shardwright.planner.explain import explain
 from shardwright.planner.facts import ModelFacts, facts_of
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.question import candidate_of, question_of, shape_of, template_of, why_no_candidate
+from shardwright.planner.question import (
+    candidate_of,
+    choose_precision_on,
+    question_of,
+    shape_of,
+    template_of,
+    why_no_candidate,
+)
 from shardwright.planner.rejections import Rejection, cheapest_change, reject, why_not_at_all
 from shardwright.planner.rules import divisors
 from shardwright.planner.scaling import ScalePoint, fewest_gpus, scale
@@ -44,6 +52,8 @@ class Answer:
     sentences: tuple[str, ...]
     effort: Effort
     remedy: str | None = None
+    precision_reason: str | None = None
+    """Why `precision: auto` came to the layouts' precision; None where the precision is named."""
     impossible: str | None = None
     """Why the recipe as it stands cannot run on so many devices, whatever their memory."""
 
@@ -63,6 +73,8 @@ def answer(
     Raises:
         InputError: a model that we refuse or cannot count, a precision that the device has not.
     """
+    choice = choose_precision_on(cluster.accelerator) if recipe.precision.kind == "auto" and precision is None else None
+    recipe = settle_precision(recipe, choice)
     facts = facts_of(shape_of(recipe))
     efficiency = load_efficiencies().of(cluster.accelerator)
     template = template_of(recipe, precision=precision, adapter=adapter)
@@ -83,6 +95,7 @@ def answer(
         sentences=tuple(explain(predictor, question, found)) if explained else (),
         effort=Effort(found.num_proven, found.num_predicted, found.num_too_large),
         remedy=None if found.chosen else _remedy(facts, cluster, efficiency, predictor, question),
+        precision_reason=None if choice is None else choice.reason,
         impossible=impossible,
     )
 

@@ -12,12 +12,13 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.load import parse_cluster
 from shardwright.hardware.profile import load_profile
+from shardwright.plan import settle_precision
 from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.facts import facts_of
 from shardwright.planner.predict import Predictor
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.question import question_of, shape_of, template_of
+from shardwright.planner.question import choose_precision_on, question_of, shape_of, template_of
 from shardwright.planner.scaling import fewest_gpus, resized
 from shardwright.planner.search import search
 from shardwright.planner.space import Question
@@ -50,7 +51,8 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             return False
         return candidate.runnable
 
-    question: Question = replace(question_of(recipe, template_of(recipe), world_size), allowed=can_run)
+    settled = settle_precision(recipe, choose_precision_on(cluster.accelerator))
+    question: Question = replace(question_of(recipe, template_of(settled), world_size), allowed=can_run)
     if training.global_batch_size is not None:
         question = replace(
             question,

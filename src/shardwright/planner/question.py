@@ -9,8 +9,9 @@ from shardwright.architecture.targets import with_adapters
 from shardwright.config.schema import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, LayoutError, RecipeError
+from shardwright.hardware import Accelerator
 from shardwright.layout import Layout, resolve_layout
-from shardwright.plan import resolve_batch
+from shardwright.plan import PrecisionChoice, resolve_batch
 from shardwright.planner.candidate import Adapter, Candidate, OptimizerKind, Precision, Reference
 from shardwright.planner.space import Question
 
@@ -39,8 +40,13 @@ def shape_of(recipe: Recipe) -> ModelShape:
 def template_of(
     recipe: Recipe, *, precision: Precision | None = None, adapter: Adapter | None = None, optimizer: OptimizerKind | None = None
 ) -> Candidate:
-    """A candidate with everything of the recipe that is not searched; its layout is that of one device."""
+    """A candidate with everything of the recipe that is not searched; its layout is that of one device.
+
+    `precision` replaces the recipe's; `auto` must be settled before.
+    """
     section, training = recipe.layout, recipe.training
+    kind = precision or recipe.precision.kind
+    assert kind != "auto", "settle_precision comes first"
     adapter = adapter or adapter_of(recipe)
     return Candidate(
         layout=Layout(
@@ -50,7 +56,7 @@ def template_of(
             bucket_size_bytes=section.bucket_size_bytes,
         ),
         sequence_length=training.sequence_length,
-        precision=precision or recipe.precision.kind,
+        precision=kind,
         optimizer=optimizer or _optimizer(recipe.optimizer),
         adapter=adapter,
         reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
@@ -60,6 +66,18 @@ def template_of(
         loss_chunk_tokens=recipe.model.loss_chunk_tokens,
         reference=_reference(recipe, adapter),
     )
+
+
+def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
+    """What `precision: auto` means on a device of the catalogue.
+
+    >>> from shardwright.hardware.load import find_accelerator
+    >>> str(choose_precision_on(find_accelerator("T4")))
+    'fp32 (auto: T4-16GB has no bf16 units)'
+    """
+    if accelerator.has_bf16_units:
+        return PrecisionChoice("bf16", f"{accelerator.name} multiplies bf16 natively")
+    return PrecisionChoice("fp32", f"{accelerator.name} has no bf16 units")
 
 
 def _reference(recipe: Recipe, adapter: Adapter | None) -> Reference:

@@ -20,7 +20,7 @@ from shardwright.config import Recipe
 from shardwright.data.prepare import is_prepared
 from shardwright.errors import CheckpointError, InputError, ShardwrightError
 from shardwright.model.load import WeightsFolder
-from shardwright.plan import Plan, resolve
+from shardwright.plan import Plan, resolve, settle_precision
 from shardwright.planner.achieved import load_efficiencies
 from shardwright.planner.automatic import choose_layout, cluster_of
 from shardwright.planner.candidate import STATE_BYTES
@@ -31,8 +31,9 @@ from shardwright.probe.failures import best_save_interval, lost_share, seconds_b
 from shardwright.probe.finding import Finding, Verdict
 from shardwright.probe.storage import Folder, existing, time_write
 from shardwright.telemetry.events import Step, read_events
-from shardwright.train.automatic import cluster_here
+from shardwright.train.automatic import choose_precision_here, cluster_here
 from shardwright.train.folder import RunFolder
+from shardwright.train.precision_choice import foresee_precision
 from shardwright.train.preflight import Checked, check
 from shardwright.train.saving import find_start
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -124,9 +125,16 @@ class Case:
         return check(self.recipe, self.world_size) if is_prepared(self.given) else None
 
 
+def _with_its_precision(recipe: Recipe) -> Recipe:
+    """The recipe with the precision that a run or a resumed run would have, where it says `auto`."""
+    with suppress(InputError):  # an unknown cluster is a finding of its own
+        return settle_precision(recipe, foresee_precision(recipe))
+    return settle_precision(recipe, choose_precision_here(recipe))
+
+
 def check_recipe(recipe: Recipe, world_size: int, path: str) -> tuple[Finding, ...]:
     """Every point of the checklist for a recipe on `world_size` ranks; what cannot be checked is told with what it waits for."""
-    case = Case(recipe, world_size, path)
+    case = Case(_with_its_precision(recipe), world_size, path)
     checks: tuple[tuple[str, str, Callable[[Case], Iterator[Finding]]], ...] = (
         ("layout", "layout fits the model", _check_layout),
         ("layout", "memory", _check_memory),

@@ -58,7 +58,7 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             return (
                 f"{event.name}: {format_count(event.num_parameters)} parameters, layout {event.layout}, "
                 f"{devices}{host}, {event.total_steps:,} steps of {_at_most(event)}"
-                f"{format_count(event.global_batch_tokens)} tokens"
+                f"{format_count(event.global_batch_tokens)} tokens, {_describe_precision(event)}"
             )
         case Step():
             return _describe_step(event, progress)
@@ -102,6 +102,12 @@ def describe(event: Event, progress: Progress | None = None) -> str:
 def _at_most(event: RunStarted) -> str:
     """Where rows end with the longest of their micro-batch a step has fewer tokens than its rows have places."""
     return "at most " if event.plan.get("batch", {}).get("row_multiple") else ""
+
+
+def _describe_precision(event: RunStarted) -> str:
+    """The kind, and why `precision: auto` came to it; runs of earlier versions have no reason."""
+    kind, reason = event.plan.get("precision", {}).get("kind", "unknown precision"), event.plan.get("precision_reason")
+    return kind if reason is None else f"{kind} (precision auto: {reason})"
 
 
 def _describe_step(event: Step, progress: Progress | None) -> str:

@@ -1,4 +1,4 @@
-"""`layout: auto` before ranks start: which devices are here, and the planner's choice for them."""
+"""`layout: auto` and `precision: auto` before ranks start: which devices are here, and what is chosen for them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
 from shardwright.errors import InputError, LayoutError
-from shardwright.hardware.load import find_accelerator
+from shardwright.hardware.load import find_accelerator, parse_cluster
+from shardwright.numerics.bf16 import choose_precision
+from shardwright.plan import PrecisionChoice
 from shardwright.planner.automatic import choose_layout, cluster_of
+from shardwright.planner.question import choose_precision_on
+from shardwright.train.devices import wants_cuda
 from shardwright.units import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("shardwright")
@@ -43,6 +47,32 @@ def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
         format_bytes(prediction.memory.total),
     )
     return chosen.model_copy(update={"cluster": section})
+
+
+def choose_precision_here(recipe: Recipe) -> PrecisionChoice:
+    """What `precision: auto` means on the device of this machine on which the recipe runs.
+
+    Raises:
+        InputError: the recipe wants CUDA, and this machine has none.
+    """
+    return choose_precision(torch.device("cuda" if wants_cuda(recipe.run.device, field="run.device") else "cpu"))
+
+
+def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
+    """What `precision: auto` means on the cluster that the recipe names, or else on this machine; None if it is not `auto`.
+
+    For what runs nothing on the recipe's devices.
+
+    Raises:
+        InputError: the catalogue does not know the cluster.
+    """
+    if recipe.precision.kind != "auto":
+        return None
+    if recipe.cluster is not None:
+        return choose_precision_on(parse_cluster(recipe.cluster.node).accelerator)
+    if recipe.run.device == "cuda" and not torch.cuda.is_available():
+        return PrecisionChoice("bf16", "run.device is cuda, and CUDA devices from compute capability 8.0 on multiply bf16 natively")
+    return choose_precision_here(recipe)
 
 
 def cluster_here(recipe: Recipe, world_size: int) -> ClusterSection:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwright.checkpoint.commit import LATEST, read_pointer
 from shardwright.config import Recipe
 from shardwright.errors import InputError, NonFiniteError, OutOfMemory, RunFailed, SaveFailed
-from shardwright.plan import resolve
+from shardwright.plan import resolve_degrees
 from shardwright.train.folder import RunFolder
 from shardwright.train.signals import StopRequest
 
@@ -57,12 +57,12 @@ def smaller_world(recipe: Recipe, world_size: int) -> int | None:
     """The largest number of ranks below `world_size` that the recipe can run on with the same global batch, if there is one."""
     if recipe.elastic.min_ranks is None:
         return None
-    global_batch_size = resolve(recipe, world_size).batch.global_batch_size
+    _, batch = resolve_degrees(recipe, world_size)
     for fewer in range(world_size - 1, recipe.elastic.min_ranks - 1, -1):
         try:
-            plan = resolve(recipe, fewer)
+            _, smaller = resolve_degrees(recipe, fewer)
         except InputError:
             continue
-        if plan.batch.global_batch_size == global_batch_size:
+        if smaller.global_batch_size == batch.global_batch_size:
             return fewer
     return None

@@ -19,7 +19,8 @@ from shardwright.model.load import WeightsFolder
 from shardwright.model.routing import ExpertRules, resolve_rules
 from shardwright.model.theirs import read_shape
 from shardwright.optim import check_blocks, require_torchao
-from shardwright.plan import Plan, count_steps, resolve, row_multiple
+from shardwright.plan import Plan, PrecisionChoice, count_steps, resolve, row_multiple
+from shardwright.train.automatic import choose_precision_here
 from shardwright.train.preference import check_preference
 from shardwright.train.samples import check_samples
 
@@ -34,7 +35,7 @@ FIXED_TRAINING = (
 
 @dataclass(frozen=True)
 class Checked:
-    """A recipe found able to run: what every rank builds from."""
+    """A recipe found able to run: what every rank builds from. Its precision is the plan's, never `auto`."""
 
     recipe: Recipe
     plan: Plan
@@ -69,13 +70,21 @@ class Checked:
         }
 
 
-def check(recipe: Recipe, world_size: int, *, progress: Progress | None = None) -> Checked:
-    """Hold a recipe against the ranks, its model, its tokenizer and its data; tokenises what is not yet in the cache.
+def check(
+    recipe: Recipe, world_size: int, *, auto_precision: PrecisionChoice | None = None, progress: Progress | None = None
+) -> Checked:
+    """Check a recipe against the ranks, its model, its tokenizer and its data; tokenise what is not yet in the cache.
+
+    Args:
+        auto_precision: what `precision: auto` means for the run; default what this machine's device is best at.
 
     Raises:
         InputError: the first thing that is wrong, by field.
     """
-    plan = resolve(recipe, world_size)
+    if recipe.precision.kind == "auto" and auto_precision is None:
+        auto_precision = choose_precision_here(recipe)
+    plan = resolve(recipe, world_size, auto_precision)
+    recipe = recipe.model_copy(update={"precision": plan.precision})
     check_preference(recipe)
     shape, data = prepare_for_model(recipe, partial(read_shape, section=recipe.model), progress=progress)
     placement.check(shape, plan.layout, plan.batch.sequence_length)

@@ -17,6 +17,7 @@ from shardwright.checkpoint.fence import Fence, claim
 from shardwright.config import Recipe, dump_recipe
 from shardwright.data.prepare import Progress
 from shardwright.errors import InputError, Preempted, RankFailed, RunFailed
+from shardwright.numerics.bf16 import caution_of_bf16
 from shardwright.optim.schedules import batch_scale
 from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
 from shardwright.telemetry.exporters import check_exporters
@@ -31,6 +32,7 @@ from shardwright.train.loop import Loop
 from shardwright.train.meeting import Meeting
 from shardwright.train.memory import telling_of_memory
 from shardwright.train.outcome import control_folder, first_line, is_lost_peer
+from shardwright.train.precision_choice import agree_on_precision
 from shardwright.train.preflight import Checked, check
 from shardwright.train.ranks import RankEnvironment, find_ranks, was_restarted
 from shardwright.train.recorder import recording
@@ -129,12 +131,12 @@ def train_rank(
         pace, ranks.rank, ranks.world_size, folder=control_folder(), reports=RunFolder.of(recipe).hangs, record=recording
     )
     with watch as vigil, _joined(ranks, device, recipe.run.timeout_seconds):
-        with watching() if ranks.speaks else nullcontext() as progress:
-            checked = check(recipe, ranks.world_size, progress=progress)
-        folder = RunFolder.of(recipe)
-        meeting = Meeting(ranks, device)
+        folder, meeting = RunFolder.of(recipe), Meeting(ranks, device)
         # A node that came back under torchrun does not know of a restart that the others know of.
         resume = meeting.any(resume)
+        precision = agree_on_precision(recipe, folder, meeting, device, resume=resume)
+        with watching() if ranks.speaks else nullcontext() as progress:
+            checked = check(recipe, ranks.world_size, auto_precision=precision, progress=progress)
         start, begun = find_start(checked, folder, allow_drift) if resume else None, folder.begun
         if ranks.speaks:
             write_folder(checked, folder)
@@ -255,12 +257,14 @@ def _tell_start(loop: Loop) -> None:
         matmul_flops_per_second=loop.matmul_flops_per_second,
     )
     if loop.ranks.speaks:
-        for message in _cautions(checked):
+        for message in _cautions(checked, loop.device):
             loop.speaker.write("warning", message=message)
 
 
-def _cautions(checked: Checked) -> Iterator[str]:
+def _cautions(checked: Checked, device: torch.device) -> Iterator[str]:
     """What a person may not expect of this run, though nothing is wrong with it."""
+    if checked.plan.precision.kind == "bf16" and (caution := caution_of_bf16(device)) is not None:
+        yield caution
     counts = checked.data.report.train.counts
     if counts.num_unknown:
         of = f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({counts.num_unknown / counts.num_tokens:.1%})"
