@@ -29,6 +29,7 @@ from shardwright.telemetry.events import Event, EventWriter
 from shardwright.telemetry.sinks import LogFile, PlainLines
 from shardwright.telemetry.speaker import LOG_NAME, Speaker
 from shardwright.train import watchdog
+from shardwright.train.ceiling import measure_ceiling
 from shardwright.train.devices import choose_device
 from shardwright.train.folder import RunFolder
 from shardwright.train.loop import Loop
@@ -105,10 +106,11 @@ def run(case: Case, pace: Pace) -> None:
     checked = check(recipe, ranks.world_size)
     meeting = Meeting(ranks, device)
     with tempfile.TemporaryDirectory() as folder, _speaker(Path(folder), ranks, pace) as speaker:
+        ceiling = measure_ceiling(checked, device)
         state = build_state(checked, device)
         vigil = Vigil(None, watchdog.Pace(recipe.watchdog, {}))  # nobody watches: that would be a process more on these cores
         saver = Saver(checked, state, speaker, RunFolder(Path(folder)))
-        loop = Loop(checked, state, ranks, device, speaker, meeting, saver, StopRequest(), vigil)
+        loop = Loop(checked, state, ranks, device, speaker, meeting, saver, StopRequest(), vigil, ceiling)
         pace.held_bytes = lambda: held_bytes(state.model, state.optimizer)
         pace.details["wrapped"] = f"{type(state.model.module).__name__}, {checked.plan.layout}"
         if pace.begin():

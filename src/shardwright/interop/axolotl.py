@@ -182,6 +182,8 @@ def _read_precision(source: Source, found: Findings) -> None:
             found.remark("bf16: masters and moments stay fp32 here, also where Axolotl keeps them in bf16")
     elif kinds["fp16"] or kinds["float16"]:
         found.put("precision.kind", "fp16", "fp16")
+    else:
+        found.put("precision.kind", "fp32", "bf16")
     if kinds["tf32"]:
         found.drop("tf32", kinds["tf32"], "fp32 is fp32 here")
     if kinds["fp8"]:

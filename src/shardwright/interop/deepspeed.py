@@ -170,6 +170,8 @@ def _read_precision(source: Source, found: Findings) -> None:
         found.put("precision.kind", AUTO, f"{unsaid[0]}.enabled")
     if kinds:
         found.put("precision.kind", kinds[0], f"{kinds[0]}.enabled")
+    elif not unsaid:
+        found.put("precision.kind", "fp32", "bf16.enabled")  # DeepSpeed's default
     power, window = source.take("fp16.initial_scale_power"), source.take("fp16.loss_scale_window")
     if kinds == ["fp16"]:
         found.put("precision.initial_loss_scale", 2.0**power if isinstance(power, int) else power, "fp16.initial_scale_power")

@@ -2,49 +2,82 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
-_SECONDS_PER_SIZE = 0.12
-_LONGEST_SECONDS = 0.2
-"""A size whose single product would take longer, going by the size before, is left out."""
+Product = tuple[int, int, int]
+"""(tokens, outputs, inputs) of a linear layer: 2 x tokens x outputs x inputs FLOPs forward, and as many for each gradient."""
+
+BUDGET_SECONDS = 0.4
+_SLOWEST_SHARE = 0.25
+"""A kind of product (forward, input's gradient, weight's gradient) that reaches less of the best so far is not tried again."""
+_FEWEST_TOKENS = 16
+_MOST_ELEMENTS = 2**28
+"""Of a product's largest matrix."""
 
 
 @cache
-def measure_matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Best FLOP/s over square products of growing size (2 n^3 FLOPs each), measured once per process, device and dtype.
+def measure_matmul_flops_per_second(device: torch.device, dtype: torch.dtype, products: tuple[Product, ...] = ()) -> float:
+    """Best FLOP/s over square products and those of a model, forward and backward; once per process, device, dtype and model.
 
-    Takes under half a second, a little more where products are slow (fp16 on most CPUs). This is the practical ceiling: what the
-    vendor prints is not reached by any program.
+    This is the practical ceiling: what the vendor prints is not reached by any program. Where a dtype is emulated the three
+    products of one layer differ by a factor of 30, so each is measured.
+
+    Takes about `BUDGET_SECONDS`, however slow the device is: the smallest product comes first, and larger ones have fewer tokens
+    where they would take too long.
+
+    Args:
+        products: of the model's layers, with the tokens of a micro-batch.
     """
-    sizes = (2048, 4096, 8192) if device.type == "cuda" else (256, 512, 1024)
-    best = 0.0
-    for size in sizes:
-        if best and 2.0 * size**3 / best > _LONGEST_SECONDS:
+    deadline = time.perf_counter() + BUDGET_SECONDS
+    squares = (2048, 4096, 8192) if device.type == "cuda" else (128, 256, 512, 1024)
+    smallest, *others = sorted({*((size,) * 3 for size in squares), *products}, key=math.prod)
+    latest = [_measure_rate(run, smallest, 0.0, device) for run in _layer_products(smallest, device, dtype)]
+    fastest = list(latest)
+    for index, product in enumerate(others):
+        seconds = (deadline - time.perf_counter()) / (len(others) - index) / len(latest)
+        kinds = [kind for kind, rate in enumerate(fastest) if rate >= _SLOWEST_SHARE * max(fastest)]
+        fitting = _fit(product, seconds * min(latest[kind] for kind in kinds))
+        if fitting is None:
+            continue
+        runs = _layer_products(fitting, device, dtype)
+        for kind in kinds:
+            latest[kind] = _measure_rate(runs[kind], fitting, seconds, device)
+            fastest[kind] = max(fastest[kind], latest[kind])
+    return max(fastest)
+
+
+def _fit(product: Product, num_flops: float) -> Product | None:
+    """The product with as many tokens as two runs within `num_flops` and the memory allow; None if hardly any are left."""
+    tokens, outputs, inputs = product
+    tokens = min(tokens, int(num_flops / 2 / (2 * outputs * inputs)), _MOST_ELEMENTS // max(outputs, inputs))
+    return (tokens, outputs, inputs) if tokens >= _FEWEST_TOKENS and outputs * inputs <= _MOST_ELEMENTS else None
+
+
+def _layer_products(product: Product, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], ...]:
+    """Forward, the input's gradient and the weight's, with operands that lie in memory as in training."""
+    tokens, outputs, inputs = product
+    x = torch.randn(tokens, inputs, device=device).to(dtype)
+    gradient = torch.randn(tokens, outputs, device=device).to(dtype)
+    weight = torch.randn(outputs, inputs, device=device).to(dtype)
+    return (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
+
+
+def _measure_rate(run: Callable[[], torch.Tensor], product: Product, budget_seconds: float, device: torch.device) -> float:
+    """FLOP/s of the fastest of as many runs as the budget allows: two at least, one where that alone exceeds the budget."""
+    started, best = time.perf_counter(), math.inf
+    num_runs = 0
+    while num_runs < 2 or time.perf_counter() - started < budget_seconds:
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+        num_runs += 1
+        if 0.0 < budget_seconds < best:
             break
-        best = max(best, 2.0 * size**3 / _seconds_of_product(size, device, dtype, _SECONDS_PER_SIZE))
-    return best
-
-
-def _seconds_of_product(size: int, device: torch.device, dtype: torch.dtype, budget_seconds: float) -> float:
-    """The fastest of as many products as the budget allows, at least three after one for warming up."""
-    a = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
-    b = torch.randn(size, size, device=device, dtype=torch.float32).to(dtype)
-    out = torch.empty_like(a)
-    started = time.perf_counter()
-    torch.mm(a, b, out=out)  # warm-up: library handles, threads, clocks
-    _wait(device)
-    seconds: list[float] = []
-    while len(seconds) < 3 or time.perf_counter() - started < budget_seconds:
-        begin = time.perf_counter()
-        torch.mm(a, b, out=out)
-        _wait(device)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return 2.0 * math.prod(product) / best

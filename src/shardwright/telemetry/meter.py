@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.telemetry.events import Event, RunStarted, Step
+from shardwright.units import format_flops_per_second
+
+logger = logging.getLogger(__name__)
 
 PARTS = ("data", "forward", "backward", "waiting", "reduction", "optimizer")
 """The parts of a step; each is the field `<part>_seconds` of a `step` event."""
@@ -34,6 +38,39 @@ def measure_throughput(
     flops = tokens_per_second * flops_per_token if flops_per_token is not None else None
     mfu = flops / (world_size * matmul_flops_per_second) if flops is not None and matmul_flops_per_second else None
     return Throughput(tokens_per_second, flops, mfu)
+
+
+class ThroughputMeter:
+    """Rates of a run's steps. The ceiling rises if a step passes it, so that MFU never exceeds 1; the first time is logged."""
+
+    def __init__(self, world_size: int, matmul_flops_per_second: float) -> None:
+        self.matmul_flops_per_second = matmul_flops_per_second
+        self._world_size, self._has_risen = world_size, False
+
+    def measure(self, tokens: int, seconds: float, flops_per_token: float) -> Throughput:
+        """Rates of a step that all ranks did together."""
+        found = self._measure(tokens, seconds, flops_per_token)
+        if found.mfu is None or found.mfu <= 1.0:
+            return found
+        if not self._has_risen:
+            logger.info(
+                "a step reached %.0f%% of the measured ceiling of matrix products (%s a device): the ceiling was measured too low, "
+                "perhaps on a busy machine; from here on MFU is a share of the fastest step",
+                100.0 * found.mfu,
+                format_flops_per_second(self.matmul_flops_per_second),
+            )
+        self._has_risen = True
+        self.matmul_flops_per_second *= found.mfu
+        return replace(found, mfu=1.0)
+
+    def _measure(self, tokens: int, seconds: float, flops_per_token: float) -> Throughput:
+        return measure_throughput(
+            tokens,
+            seconds,
+            world_size=self._world_size,
+            flops_per_token=flops_per_token,
+            matmul_flops_per_second=self.matmul_flops_per_second,
+        )
 
 
 class Smoothed:

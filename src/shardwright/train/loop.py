@@ -15,10 +15,8 @@ from shardwright.data.loader import step_micro_batches
 from shardwright.data.order import SampleOrder
 from shardwright.errors import NonFiniteError, Preempted, RankFailed
 from shardwright.layout import RankGrid
-from shardwright.numerics.ceiling import measure_matmul_flops_per_second
-from shardwright.numerics.precision import dtypes
 from shardwright.optim import learning_rate_at
-from shardwright.telemetry.meter import measure_throughput
+from shardwright.telemetry.meter import ThroughputMeter
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train.evaluation import evaluate
 from shardwright.train.experts import ExpertLoads, LoadWatch, read_loads
@@ -75,6 +73,8 @@ class Loop:
     saver: Saver
     stop: StopRequest
     vigil: Vigil
+    matmul_flops_per_second: float
+    """Of one device, as `measure_ceiling` found it."""
 
     def __post_init__(self) -> None:
         plan, data = self.checked.plan, self.checked.data
@@ -82,7 +82,7 @@ class Loop:
         self.order = SampleOrder(self.checked.recipe.seed, len(data.train))
         self.flops_in_row = cache(self.checked.shape.flops_per_token)
         self.flops_per_token = self.flops_in_row(plan.batch.sequence_length)
-        self.matmul_flops_per_second = measure_matmul_flops_per_second(self.device, dtypes(plan.precision).compute)
+        self.throughput = ThroughputMeter(self.ranks.world_size, self.matmul_flops_per_second)
         profile = RunFolder.of(self.checked.recipe).path / "profile"
         profiled = ProfiledSteps(profile, self.checked.recipe.run.profile_steps, self.device, self.ranks.rank)
         self.num_tokens = 0
@@ -92,8 +92,6 @@ class Loop:
         self.slow = watch_for_slow_ranks(self.checked.recipe.watchdog, RankGrid(plan.layout), self.ranks.world_size)
         self.spikes = SpikeWatch(self.checked.recipe.elastic.rollback)
         self.watch = LoadWatch(self.checked.shape.experts.experts_per_token if self.checked.shape.experts else 1)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # the measurement above is no part of the run's peak
 
     def run(self) -> float | None:
         """Train to the last step; returns the last validation loss, or the last training loss where nothing validates.
@@ -242,13 +240,7 @@ class Loop:
 
     def _tell_step(self, done: StepDone, memory_bytes: tuple[int, ...]) -> None:
         plan, step = self.checked.plan, self.state.step
-        throughput = measure_throughput(
-            done.tokens,
-            done.times.step_seconds,
-            world_size=self.ranks.world_size,
-            flops_per_token=done.flops_per_token,
-            matmul_flops_per_second=self.matmul_flops_per_second,
-        )
+        throughput = self.throughput.measure(done.tokens, done.times.step_seconds, done.flops_per_token)
         self.speaker.write(
             "step",
             step=step,

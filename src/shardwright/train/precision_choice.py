@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Literal
 
 import torch
 
@@ -17,7 +18,9 @@ from shardwright.train.automatic import choose_planned_precision
 from shardwright.train.folder import RunFolder
 from shardwright.train.meeting import Meeting
 
-_KINDS = ("fp32", "bf16")
+Kind = Literal["fp32", "bf16"]
+
+_KINDS: tuple[Kind, ...] = ("fp32", "bf16")
 _NOT_RECORDED = -1
 _RECORDED = "the run was begun in it"
 
@@ -44,8 +47,7 @@ def agree_on_precision(
     return mine
 
 
-def _keep(kind: str, mine: PrecisionChoice) -> PrecisionChoice:
-    assert kind in ("fp32", "bf16")
+def _keep(kind: Kind, mine: PrecisionChoice) -> PrecisionChoice:
     reason = _RECORDED
     if kind != mine.kind:
         reason += f"; a new run would take {mine.kind} here, because {mine.reason}"
@@ -59,21 +61,21 @@ def foresee_precision(recipe: Recipe) -> PrecisionChoice | None:
         InputError: the catalogue does not know the recipe's cluster.
     """
     recorded = read_recorded_precision(RunFolder.of(recipe)) if recipe.precision.kind == "auto" else None
-    if recorded == "fp32" or recorded == "bf16":
+    if recorded is not None:
         return PrecisionChoice(recorded, _RECORDED)
     return choose_planned_precision(recipe)
 
 
-def read_recorded_precision(folder: RunFolder) -> str | None:
+def read_recorded_precision(folder: RunFolder) -> Kind | None:
     """The precision of the newest checkpoint, or else of the run folder's recipe; None if `auto` would never choose it.
 
     What is damaged is passed over: whether the run can resume is found out later.
     """
-    found = _read_from_checkpoint(folder)
+    found: str | None = _read_from_checkpoint(folder)
     if found is None and folder.recipe.is_file():
         with suppress(ShardwrightError):
             found = folder.load_recipe().precision.kind
-    return found if found in _KINDS else None
+    return next((kind for kind in _KINDS if kind == found), None)
 
 
 def _read_from_checkpoint(folder: RunFolder) -> str | None:

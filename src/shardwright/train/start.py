@@ -22,6 +22,7 @@ from shardwright.optim.schedules import batch_scale
 from shardwright.telemetry.events import Evaluation, RunFinished, Step, read_events, surviving
 from shardwright.telemetry.exporters import check_exporters
 from shardwright.telemetry.speaker import Speaker, open_speaker
+from shardwright.train.ceiling import measure_ceiling
 from shardwright.train.devices import choose_device, wants_cuda
 from shardwright.train.elastic import Generation, run_generations
 from shardwright.train.folder import RunFolder
@@ -171,9 +172,10 @@ def _train(
     began: float,
     fence: Fence | None,
 ) -> None:
+    matmul_flops_per_second = measure_ceiling(checked, device)
     state = build_state(checked, device)
     saver = Saver(checked, state, speaker, folder, ranks.speaks, fence=fence)
-    loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop, vigil)
+    loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop, vigil, matmul_flops_per_second)
     _tell_start(loop)
     if start is not None:
         saver.restore(start)
