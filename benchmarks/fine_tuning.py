@@ -88,6 +88,7 @@ def recipes(model: Path, text: Path, folder: Path) -> dict[str, dict[str, Any]]:
         return {
             "model": {"path": str(model)},
             "data": {"sources": str(source), "packing": "windows", "cache_dir": str(folder / "cache")},
+            "precision": "fp32",
             "training": {
                 "sequence_length": 128,
                 "global_batch_size": 4,

@@ -35,6 +35,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"config": {"model_type": "llama"} | sizes | heads},
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
+        "precision": "fp32",
         "training": {
             "sequence_length": 16,
             "global_batch_size": BATCH,

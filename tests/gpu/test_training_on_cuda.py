@@ -135,7 +135,7 @@ def test_one_rank_of_zero_has_the_gradients_of_none(one_rank: torch.device, shap
     loss = plain.module(batch.input_ids_BT, labels_BT=batch.labels_BT)
     loss.backward()
 
-    precision = PrecisionSection()
+    precision = PrecisionSection(kind="fp32")
     sharded = build_decoder(shape, precision)
     mesh = init_device_mesh(one_rank.type, (1,), mesh_dim_names=("dp_shard",))
     shard(sharded, sharded.blocks, Layout(zero_stage=stage), mesh, dtypes(precision))

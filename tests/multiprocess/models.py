@@ -45,6 +45,7 @@ def recipe_of(config: dict[str, Any], **changes: Any) -> Recipe:
         {
             "model": {"config": config} | changes.pop("model", {}),
             "data": {"sources": "unread"},
+            "precision": "fp32",
             "training": {"sequence_length": 12, "micro_batch_size": 2, "max_steps": 1, "learning_rate": 1.0},
             **changes,
         }

@@ -67,6 +67,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
         "adapters": {"rank": 3},
+        "precision": "fp32",
         "training": {"sequence_length": 16, "global_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": STEPS}
         | {"learning_rate": 1e-2},
         "run": {"device": "cpu", "replica_check_every_steps": 1},

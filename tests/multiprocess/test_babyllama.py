@@ -32,6 +32,7 @@ def recipe_of(folder: Path, layout: str, cache: Path) -> dict[str, Any]:
             "packing": "documents",
             "cache_dir": str(cache),
         },
+        "precision": "fp32",
         "training": {
             "sequence_length": 128,
             "global_batch_size": 4,

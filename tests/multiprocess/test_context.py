@@ -166,7 +166,7 @@ def test_evaluation(ranks: RankPool, method: Any) -> None:
 
 
 def generate_on_ranks() -> None:
-    model = build(Layout(cp=2), PrecisionSection())
+    model = build(Layout(cp=2), PrecisionSection(kind="fp32"))
     cache = KeyValueCache(model.decoder.shape, 1, TOKENS, dtype=torch.float32, device="cpu")
     model.decoder(torch.arange(4)[None], cache=cache)
 
@@ -178,7 +178,7 @@ def test_caches_are_refused() -> None:
 
 
 def rows_of_odd_length(layout: Layout) -> None:
-    build(layout, PrecisionSection()).module(torch.arange(7)[None], labels_BT=torch.arange(7)[None])
+    build(layout, PrecisionSection(kind="fp32")).module(torch.arange(7)[None], labels_BT=torch.arange(7)[None])
 
 
 def test_a_row_that_does_not_come_apart_is_refused_whatever_the_recipe_said() -> None:

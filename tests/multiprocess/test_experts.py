@@ -157,7 +157,7 @@ def note_the_order(zero_stage: Any) -> list[str]:
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     specs = {spec.name: spec for spec in shape.parameters()}
-    plan = Plan(layout, BatchPlan(12, 2, 1, 2), PrecisionSection())
+    plan = Plan(layout, BatchPlan(12, 2, 1, 2), PrecisionSection(kind="fp32"))
     model = apply_layout(
         decoder,
         plan,

@@ -120,6 +120,7 @@ def test_a_run_changes_its_layout_and_is_exported(ranks: RankPool, tmp_path: Pat
         "model": {"config": config},
         "tokenizer": {"kind": "bpe", "vocab_size": 270},
         "data": {"sources": str(corpus), "packing": "documents", "cache_dir": str(tmp_path / "cache")},
+        "precision": "fp32",
         "training": {"sequence_length": 16, "global_batch_size": 4, "max_steps": 2 * len(CHAIN), "learning_rate": 1e-2},
         "run": {"device": "cpu"},
     }

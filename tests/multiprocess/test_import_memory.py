@@ -43,7 +43,7 @@ def import_folder(layout: Layout, folder: Path) -> tuple[int, int]:
         decoder = Decoder(SHAPE, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     weights = WeightsFolder(folder)
     weights.check(SHAPE)
-    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection())
+    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32"))
     mesh, device = build_mesh(layout, "cpu"), torch.device("cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = apply_layout(

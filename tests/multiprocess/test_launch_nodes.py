@@ -61,6 +61,7 @@ def recipe(tmp_path: Path) -> Path:
         "model": {"config": {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1} | sizes},
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(tmp_path / "corpus.txt"), "cache_dir": str(tmp_path / "cache")},
+        "precision": "fp32",
         "training": {"sequence_length": 16, "global_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2},
         "layout": {"zero_stage": 3},
         "checkpoint": {"every_steps": 10},

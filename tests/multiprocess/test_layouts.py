@@ -80,7 +80,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: Layout) -> None:
-    exact, _ = ranks.run(2, gradients, layout, PrecisionSection())
+    exact, _ = ranks.run(2, gradients, layout, PrecisionSection(kind="fp32"))
     rounded, _ = ranks.run(2, gradients, layout, PrecisionSection(reduce_dtype="bf16"))
     assert all(gradient.dtype == torch.float32 for gradient in (exact | rounded).values())
     # One rounding to 8 bits of mantissa: no more, and surely not less.
@@ -92,7 +92,7 @@ def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: L
 def test_half_precisions_keep_fp32_masters_gradients_and_moments(
     ranks: RankPool, layout: Layout, kind: Literal["bf16", "fp16"], nearest: float, furthest: float
 ) -> None:
-    exact, _ = ranks.run(2, gradients, LAYOUTS[0], PrecisionSection())
+    exact, _ = ranks.run(2, gradients, LAYOUTS[0], PrecisionSection(kind="fp32"))
     mixed, _ = ranks.run(2, gradients, layout, PrecisionSection(kind=kind))
     assert nearest < distance(mixed, exact) < furthest
     assert ranks.run(2, held_dtypes, layout, PrecisionSection(kind=kind)) == [{torch.float32}] * 2
@@ -111,7 +111,7 @@ def held_dtypes(layout: Layout, precision: PrecisionSection) -> set[torch.dtype]
 
 def update_after_a_copy_went_bad(layout: Layout) -> tuple[bool, float, bool]:
     """Skipped, norm, moved: of a step in which the last rank's own copy of a summed gradient loses a number."""
-    model = build(layout, PrecisionSection(), MODELS["dense"])
+    model = build(layout, PrecisionSection(kind="fp32"), MODELS["dense"])
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     accumulate_gradients(model, micro_batches(dist.get_rank() if layout.tp == 1 else 0), seed=0, step=0)
@@ -132,7 +132,7 @@ def test_a_copy_that_goes_bad_after_the_sums_makes_every_rank_skip(ranks: RankPo
 
 
 def initial_weights(layout: Layout) -> dict[str, Tensor]:
-    model = build(layout, PrecisionSection())
+    model = build(layout, PrecisionSection(kind="fp32"))
     return {name: model.full_parameter(name).clone() for name, _ in model.named_parameters()}
 
 
@@ -146,7 +146,7 @@ def test_every_layout_starts_bit_equal(ranks: RankPool) -> None:
 
 def evaluate_between_steps(layout: Layout) -> tuple[list[float], bool]:
     """Losses of two steps with an evaluation before each, and whether every parameter is a shard after each evaluation."""
-    model = build(layout, PrecisionSection())
+    model = build(layout, PrecisionSection(kind="fp32"))
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
     losses, sharded = [], True
     for number in range(2):
@@ -169,7 +169,7 @@ def test_evaluation_sees_the_updated_weights_and_leaves_shards(ranks: RankPool, 
 
 
 def answers(layout: Layout) -> list[bool]:
-    model = build(layout, PrecisionSection())
+    model = build(layout, PrecisionSection(kind="fp32"))
     last = dist.get_rank() == dist.get_world_size() - 1
     return [model.any_rank(False), model.any_rank(last), model.any_rank(True)]
 
@@ -179,7 +179,7 @@ def test_any_rank_asks_all(ranks: RankPool) -> None:
 
 
 def time_a_step(layout: Layout) -> dict[str, float]:
-    model = build(layout, PrecisionSection())
+    model = build(layout, PrecisionSection(kind="fp32"))
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0)
     times = StepTimes(torch.device("cpu"))
     accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=0, times=times)
@@ -195,7 +195,7 @@ def test_every_part_of_a_step_takes_time(ranks: RankPool, layout: Layout) -> Non
 
 
 def train_by_logits(layout: Layout) -> None:
-    model = build(layout, PrecisionSection())
+    model = build(layout, PrecisionSection(kind="fp32"))
     model.module(torch.arange(TOKENS)[None])
 
 
@@ -211,7 +211,7 @@ def test_a_layout_for_other_ranks_is_refused() -> None:
 
 
 def shards_are_dtensors(layout: Layout) -> bool:
-    return all(isinstance(parameter, DTensor) for _, parameter in build(layout, PrecisionSection()).named_parameters())
+    return all(isinstance(parameter, DTensor) for _, parameter in build(layout, PrecisionSection(kind="fp32")).named_parameters())
 
 
 def test_what_is_cut_is_a_dtensor(ranks: RankPool) -> None:

@@ -44,7 +44,7 @@ def build(layout: Layout) -> ParallelModel:
     with torch.device("meta"):
         decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=8))
     specs = {spec.name: spec for spec in shape.parameters()}
-    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection())
+    plan = Plan(layout, BatchPlan(8, 1, 1, layout.data_ranks), PrecisionSection(kind="fp32"))
     return apply_layout(
         decoder,
         plan,

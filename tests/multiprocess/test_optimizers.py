@@ -81,7 +81,7 @@ def build(shape: ModelShape, layout: Layout, rule: str) -> tuple[ParallelModel, 
     specs = {spec.name: spec for spec in shape.parameters()}
     model = apply_layout(
         decoder,
-        Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), PrecisionSection()),
+        Plan(layout, BatchPlan(8, 2, 2, layout.data_ranks), PrecisionSection(kind="fp32")),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         fill=lambda name, bounds: initialise(specs[name], 3, dtype=torch.float32, narrow=bounds),

@@ -41,7 +41,7 @@ class Order(TorchDispatchMode):
 
 def order_of_a_step(layout: Layout) -> list[str]:
     """Of a third step with one micro-batch, on this rank."""
-    model = build(layout, PrecisionSection())
+    model = build(layout, PrecisionSection(kind="fp32"))
     for _ in range(3):
         with Order() as order:
             accumulate_gradients(model, micro_batches(dist.get_rank())[:1], seed=0, step=0)

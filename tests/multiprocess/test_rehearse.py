@@ -56,6 +56,7 @@ def recipe(model: str = "llama") -> Recipe:
         {
             "model": {"config": MODELS[model], "loss_chunk_tokens": 128},
             "data": {"sources": ["nowhere"]},
+            "precision": "fp32",
             "training": {"sequence_length": 256, "micro_batch_size": 2, "learning_rate": 1e-3, "max_steps": 1},
         }
     )

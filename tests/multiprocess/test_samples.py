@@ -37,6 +37,7 @@ def recipe(folder: Path, layout: str = "") -> dict[str, Any]:
         "model": {"config": config},
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(text), "validation_fraction": 0.2, "validation_split": "tail", "cache_dir": str(folder / "cache")},
+        "precision": "fp32",
         "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 2, "learning_rate": 0.01},
         "evaluation": {"num_samples": 3, "sample_tokens": TOKENS},
         "layout": parse_layout(layout) if layout else {},

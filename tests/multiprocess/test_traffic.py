@@ -23,7 +23,7 @@ FLOAT = 4
 
 def a_step(layout: Layout, config: dict[str, Any] = LLAMA) -> tuple[list[Collective], int]:
     """The collectives of a third step on this rank, and the number of the model's parameters."""
-    model = build(layout, PrecisionSection(), config)
+    model = build(layout, PrecisionSection(kind="fp32"), config)
     for step in range(3):  # DDP arranges its buckets anew in the second
         with Recorder() as recorder:
             accumulate_gradients(model, micro_batches(dist.get_rank()), seed=0, step=step)

@@ -63,6 +63,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "validation_fraction": 0.1,
             "cache_dir": str(folder / "cache"),
         },
+        "precision": "fp32",
         "training": {
             "sequence_length": 32,
             "global_batch_size": 8,

@@ -25,6 +25,7 @@ def write_recipe(folder: Path, config: dict[str, Any], moe: dict[str, Any]) -> N
         "model": {"config": {name: value for name, value in config.items() if name != "vocab_size"}},
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(folder / "corpus.txt"), "packing": "windows", "cache_dir": str(folder / "cache")},
+        "precision": "fp32",
         "training": {"sequence_length": 24, "global_batch_size": 8, "max_steps": STEPS, "learning_rate": 1e-2},
         "moe": moe,
         "run": {"device": "cpu", "log_every_steps": 2},

@@ -49,6 +49,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "tokenizer": {"kind": "character"},
         "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
+        "precision": "fp32",
         "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 1_000_000, "learning_rate": 1e-3},
         "checkpoint": {"every_steps": 1},
     }

@@ -26,6 +26,7 @@ def test_supervised_tokens_of_every_batch_are_those_of_the_answers(outside_data:
             "model": {"config": {"model_type": "llama"}},
             "tokenizer": {"kind": "bpe", "vocab_size": 512},
             "data": {"sources": str(path), "packing": "none", "overlong": "refuse", "cache_dir": str(tmp_path)},
+            "precision": "fp32",
             "training": {"sequence_length": 1024, "global_batch_size": BATCH, "num_epochs": 1, "learning_rate": 1e-3},
         }
     )

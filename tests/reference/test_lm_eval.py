@@ -30,6 +30,7 @@ def train_a_little(folder: Path, run: Path) -> None:
         "model": {"config": config},
         "tokenizer": {"kind": "bpe", "vocab_size": 270},
         "data": {"sources": str(folder / "sums.txt"), "cache_dir": str(folder / "cache")},
+        "precision": "fp32",
         "training": {"sequence_length": 32, "global_batch_size": 4, "max_steps": 2, "learning_rate": 0.01},
         "run": {"dir": str(run), "device": "cpu"},
     }

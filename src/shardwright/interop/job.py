@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shardwright.config import Recipe
 from shardwright.errors import InputError
-from shardwright.plan import resolve
+from shardwright.plan import resolve_degrees
 
 _PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
@@ -67,7 +67,7 @@ class Job:
                 remedy="Leave out one of --ib-hca and --no-infiniband",
             )
         if not self.recipe.layout.auto:
-            resolve(self.recipe, self.world_size)
+            resolve_degrees(self.recipe, self.world_size)
 
     @property
     def world_size(self) -> int:

@@ -32,6 +32,7 @@ def dtypes(precision: PrecisionSection) -> Dtypes:
     >>> dtypes(PrecisionSection(kind="bf16"))
     Dtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
     """
+    assert precision.kind != "auto", "the plan has settled it"
     compute = _COMPUTE[precision.kind]
     param = torch.promote_types(compute, torch.float32)
     reduce = torch.bfloat16 if precision.reduce_dtype == "bf16" else param

@@ -18,6 +18,7 @@ def recipe_of(folder: Path, sources: Any, *, seed: int = 0, tokenizer: Any = "ch
             "model": {"config": {"model_type": "gpt2"}},
             "tokenizer": {"kind": tokenizer} if isinstance(tokenizer, str) else tokenizer,
             "data": {"sources": sources, "cache_dir": str(folder / "cache"), **data},
+            "precision": "fp32",
             "training": {"sequence_length": length, "micro_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3},
         }
     )

@@ -32,6 +32,7 @@ TRAINING = {
 
 def subject(world_size: int, layout: dict[str, Any], **sections: Any) -> Subject:
     told: dict[str, Any] = {"model": {"config": {"model_type": "llama"}}, "data": {"sources": "corpus.txt"}, "layout": layout}
+    told["precision"] = "fp32"
     told["training"] = TRAINING | sections.pop("training", {})
     recipe = validate_recipe(told | sections)
     return Subject(recipe, resolve(recipe, world_size))

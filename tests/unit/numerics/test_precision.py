@@ -15,7 +15,7 @@ from shardwright.numerics.precision import Dtypes, LossScaler, dtypes
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        (PrecisionSection(), Dtypes(torch.float32, torch.float32, torch.float32)),
+        (PrecisionSection(kind="fp32"), Dtypes(torch.float32, torch.float32, torch.float32)),
         (PrecisionSection(kind="bf16"), Dtypes(torch.float32, torch.bfloat16, torch.float32)),
         (PrecisionSection(kind="bf16", reduce_dtype="bf16"), Dtypes(torch.float32, torch.bfloat16, torch.bfloat16)),
         (PrecisionSection(kind="fp16"), Dtypes(torch.float32, torch.float16, torch.float32)),

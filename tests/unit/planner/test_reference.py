@@ -21,6 +21,7 @@ def recipe(**also: Any) -> Recipe:
         {
             "model": {"config": models.CONFIGS["llama"]},
             "data": {"sources": ["nowhere"]},
+            "precision": "fp32",
             "training": {"sequence_length": 128, "micro_batch_size": 2, "learning_rate": 1e-3, "max_steps": 1},
             **also,
         }

@@ -42,6 +42,7 @@ def document(tmp_path: Path) -> dict[str, Any]:
             "validation_split": "tail",
             "cache_dir": str(tmp_path / "cache"),
         },
+        "precision": "fp32",
         "training": {"sequence_length": 32, "micro_batch_size": 4, "max_steps": 100, "learning_rate": 1e-2},
         "evaluation": {"every_steps": 50},
         "checkpoint": {"every_steps": 50},

@@ -42,6 +42,7 @@ def preference_recipe(folder: Path, layout: str = "", **changes: Any) -> dict[st
         "tokenizer": {"kind": "bpe", "vocab_size": 263},
         "data": {"sources": str(source), "cache_dir": str(folder / "cache")},
         "preference": {"kind": "dpo", "beta": 0.5, "label_smoothing": 0.1},
+        "precision": {"kind": "fp32"},
         "training": {
             "sequence_length": 48,
             "global_batch_size": 4,

@@ -21,6 +21,7 @@ def recipe_in(folder: Path, *, layout: dict[str, Any] | None = None, **elastic: 
         {
             "model": {"config": CONFIG},
             "data": {"sources": "unread"},
+            "precision": "fp32",
             "training": training,
             "layout": layout or {},
             "elastic": elastic,

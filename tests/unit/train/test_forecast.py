@@ -23,6 +23,7 @@ def checked(cluster: Any) -> Checked:
             "model": {"config": models.CONFIGS["llama"]},
             "data": {"sources": ["nowhere"]},
             "cluster": cluster,
+            "precision": "fp32",
             "training": {"sequence_length": 128, "micro_batch_size": 2, "learning_rate": 1e-3, "max_steps": 1},
         }
     )

@@ -36,6 +36,7 @@ def recipe_in(folder: Path, run: str = "run", **training: Any) -> Recipe:
             "model": {"config": CONFIG},
             "tokenizer": {"kind": "character"},
             "data": data | {"validation_split": "tail", "validation_fraction": 0.2},
+            "precision": "fp32",
             "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3} | training,
             "evaluation": {"every_steps": 1},
             "run": {"dir": str(folder / run), "device": "cpu"},

@@ -23,6 +23,7 @@ def recipe_in(folder: Path):
         {
             "model": {"config": {"model_type": "llama"}},
             "data": {"sources": "corpus.txt"},
+            "precision": "fp32",
             "training": {"sequence_length": 8, "max_steps": 3, "learning_rate": 1e-3, "micro_batch_size": 1},
             "run": {"dir": str(folder)},
         }

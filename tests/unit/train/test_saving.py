@@ -27,6 +27,7 @@ def recipe_in(folder: Path, run: str, *, asynchronous: bool) -> Recipe:
             "model": {"config": CONFIG},
             "tokenizer": {"kind": "character"},
             "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
+            "precision": "fp32",
             "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2},
             "checkpoint": {"every_steps": 1, "keep_last": STEPS, "asynchronous": asynchronous},
             "run": {"dir": str(folder / run), "device": "cpu"},
