@@ -27,7 +27,7 @@ $(BENCH_STAMP): $(STAMP)
 
 setup: $(STAMP) ## make .venv and install with the tested versions
 
-demo: $(STAMP) ## learn Python from its own standard library: two processes, ZeRO-3, bf16
+demo: $(STAMP) ## learn Python from its own standard library: two processes, ZeRO-3, five minutes at most
 	@$(BIN)/python -m recipes.demo
 
 test: $(STAMP) ## all tests but the long suites

@@ -1,7 +1,8 @@
 """`make demo`: watch a language model learn Python from this machine's own standard library, in two processes under ZeRO-3.
 
-It trains, is stopped on the way as Ctrl-C would stop it, resumes from its checkpoint, writes a few lines of code, proves its
-gradients against one process, and draws its report. Everything it runs is a `shardwright` command that is printed first.
+It measures a few steps, says how long the demo will take here, and shortens it if that is too long. Then it trains, is stopped on
+the way as Ctrl-C would stop it, resumes from its checkpoint, writes a few lines of code, and draws its report. Everything it runs
+is a `shardwright` command that is printed first.
 """
 
 from __future__ import annotations
@@ -17,16 +18,91 @@ import sys
 import sysconfig
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
+from shardwright.config import load_recipe
 from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Evaluation, Step, read_events, surviving
 
 RECIPE = Path(__file__).with_name("demo.yaml")
 PROMPT = "def read_"
 
+BUDGET_SECONDS = 250.0
+"""What the demo may take by its own reckoning: five minutes, less what a machine may turn slower while it runs."""
+NUM_EVALUATIONS = 8
+FEWEST_STEPS = 64
+"""With fewer the validation loss would hardly fall."""
+_MEASURED_STEPS = 12
+_WARM_STEPS = 2
+"""Steps that are left out: libraries choose kernels, memory grows."""
+_LATER_STARTS = 4
+"""train, train --resume, generate, report."""
+
 _ON_PARENTS_DEATH = 1
 """PR_SET_PDEATHSIG of prctl(2); it stays over an exec."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast this machine is, in seconds, measured with the data already tokenised."""
+
+    start: float
+    """Of a command, until its first step and after its last."""
+    step: float
+    evaluation: float
+
+    def demo_seconds(self, num_steps: int) -> float:
+        """From now to the end of a demo of so many steps."""
+        return _LATER_STARTS * self.start + NUM_EVALUATIONS * self.evaluation + num_steps * self.step
+
+
+@dataclass(frozen=True)
+class Course:
+    """The run's length, and all that scales with it."""
+
+    num_steps: int
+
+    @property
+    def stop_at(self) -> int:
+        """The step at which the run is stopped once: between two checkpoints."""
+        return max(1, 5 * self.num_steps // 16)
+
+    def settings(self) -> list[str]:
+        """Of the recipe, as `--set` takes them."""
+        intervals = {
+            "training.max_steps": self.num_steps,
+            "training.warmup_steps": self.num_steps // 20,
+            "evaluation.every_steps": max(1, self.num_steps // NUM_EVALUATIONS),
+            "checkpoint.every_steps": max(1, self.num_steps // 4),
+            "run.log_every_steps": max(1, self.num_steps // 40),
+        }
+        return [f"{key}={value}" for key, value in intervals.items()]
+
+
+def choose_course(pace: Pace, most_steps: int, left_seconds: float) -> Course:
+    """The longest course of at most `most_steps` that fits into the time left, in whole intervals; never below `FEWEST_STEPS`."""
+    if pace.demo_seconds(most_steps) <= left_seconds:
+        return Course(most_steps)
+    fitting = int((left_seconds - pace.demo_seconds(0)) / pace.step)
+    return Course(min(most_steps, max(FEWEST_STEPS, fitting // 16 * 16)))
+
+
+def describe_course(course: Course, pace: Pace, most_steps: int) -> str:
+    """How long the demo takes from here, and if it is shortened, by how much and why."""
+    told = f"a step takes {pace.step:.2f} s here: {course.num_steps} steps and all else about {_minutes(pace, course.num_steps)}"
+    if course.num_steps < most_steps:
+        told = (
+            f"shortened from {most_steps} to {course.num_steps} steps, because {told}, "
+            f"and {most_steps} steps would take about {_minutes(pace, most_steps)}"
+        )
+    return told
+
+
+def _minutes(pace: Pace, num_steps: int) -> str:
+    minutes, seconds = divmod(round(pace.demo_seconds(num_steps)), 60)
+    return f"{minutes} min {seconds:02d} s"
 
 
 def main() -> int:
@@ -35,7 +111,8 @@ def main() -> int:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/demo"), help="where the run goes; a former demo there is removed"
     )
-    parser.add_argument("--stop-at", type=int, default=250, help="step after which the run is stopped once")
+    parser.add_argument("--steps", type=int, help="most steps to train; default the recipe's")
+    parser.add_argument("--seconds", type=float, default=BUDGET_SECONDS, help="what the demo may take as it starts")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed to train")
     options = parser.parse_args()
     began = time.monotonic()
@@ -45,23 +122,61 @@ def main() -> int:
     os.environ["PYTHONWARNINGS"] = "ignore"
     run_dir: Path = options.run_dir
     shutil.rmtree(run_dir, ignore_errors=True)
-    changes = [word for change in options.set for word in ("--set", change)]
-    train = ["train", str(RECIPE), "--nproc", "2", "--run-dir", str(run_dir), *changes]
+    most_steps = options.steps or load_recipe(RECIPE, options.set).training.max_steps
+    assert most_steps is not None, "the recipe counts its steps"
 
-    say(f"1. Train on the standard library's source, and press Ctrl-C at step {options.stop_at}")
-    code = run_and_stop(train, run_dir, options.stop_at)
+    say("1. Read and tokenise the standard library's source")
+    if code := call(["data", str(RECIPE), *set_options(options.set)]):
+        return fail(f"data left with {code}")
+    say("2. Measure a few steps")
+    pace = measure_pace(run_dir.with_name(f"{run_dir.name}-pace"), options.set)
+    if pace is None:
+        return fail("the measured steps did not end well")
+    spent_seconds = time.monotonic() - began
+    course = choose_course(pace, most_steps, options.seconds - spent_seconds)
+    foretold = spent_seconds + pace.demo_seconds(course.num_steps)
+    say(describe_course(course, pace, most_steps))
+    train = [*train_command(run_dir), *set_options([*course.settings(), *options.set])]
+
+    say(f"3. Train, and press Ctrl-C at step {course.stop_at}")
+    code = run_and_stop(train, run_dir, course.stop_at)
     if code != ExitCode.PREEMPTED:
         return fail(f"the stopped run left with {code}, not {int(ExitCode.PREEMPTED)}")
-    say("2. Go on from the checkpoint")
+    say("4. Go on from the checkpoint")
     if code := call([*train, "--resume"]):
         return fail(f"the resumed run left with {code}")
-    say("3. Write some code")
+    say("5. Write some code")
     if code := call(["generate", str(run_dir), "--prompt", PROMPT, "--max-new-tokens", "120", "--temperature", "0.7"]):
         return fail(f"generate left with {code}")
-    say("4. Draw the report")
+    say("6. Draw the report")
     if code := call(["report", str(run_dir)]):
         return fail(f"report left with {code}")
-    return conclude(run_dir, time.monotonic() - began)
+    return conclude(run_dir, time.monotonic() - began, foretold)
+
+
+def train_command(run_dir: Path) -> list[str]:
+    """The words of `train` that all runs share."""
+    return ["train", str(RECIPE), "--nproc", "2", "--run-dir", str(run_dir)]
+
+
+def set_options(settings: list[str]) -> list[str]:
+    """Settings as options of a command."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def measure_pace(run_dir: Path, settings: list[str]) -> Pace | None:
+    """Train a few steps in a folder that is removed again, and evaluate once; None if that fails."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    few = [f"training.max_steps={_MEASURED_STEPS}", "training.warmup_steps=0", "evaluation.every_steps=null"]
+    began = time.monotonic()
+    if call([*train_command(run_dir), *set_options([*settings, *few])]):
+        return None
+    whole_seconds = time.monotonic() - began
+    events = read_events(run_dir)
+    steps = [event.step_seconds for event in events.of(Step)]
+    evaluation = sum(event.seconds for event in events.of(Evaluation))
+    shutil.rmtree(run_dir)
+    return Pace(max(0.0, whole_seconds - sum(steps) - evaluation), median(steps[_WARM_STEPS:]), evaluation)
 
 
 def end_with_parent() -> None:
@@ -104,18 +219,21 @@ def run_and_stop(words: list[str], run_dir: Path, stop_at: int) -> int:
 
 
 def steps_done(run_dir: Path) -> int:
-    """Optimizer steps that the run has told of so far."""
+    """Optimizer steps that the run has logged so far."""
     if not (run_dir / "events.jsonl").is_file():
         return 0
     return max((event.step or 0 for event in read_events(run_dir) if isinstance(event, Step)), default=0)
 
 
-def conclude(run_dir: Path, seconds: float) -> int:
-    """Hold the run against what a demo must show: a validation loss that fell, and never a step lost or done twice."""
+def conclude(run_dir: Path, seconds: float, foretold_seconds: float) -> int:
+    """Check what a demo must show: a validation loss that fell, and never a step lost or done twice."""
     events = surviving(read_events(run_dir))
     losses = [(event.step, event.loss) for event in events if isinstance(event, Evaluation)]
     steps = [event.step for event in events if isinstance(event, Step)]
-    say(f"done in {seconds:.0f} s: validation loss " + " -> ".join(f"{loss:.2f}" for _, loss in losses))
+    say(
+        f"done in {seconds:.0f} s, {foretold_seconds:.0f} s were foretold: validation loss "
+        + " -> ".join(f"{loss:.2f}" for _, loss in losses)
+    )
     print(f"run folder: {run_dir}")
     if steps != list(range(1, len(steps) + 1)):
         return fail("the steps of the stopped and the resumed run do not join")
