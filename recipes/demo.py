@@ -136,7 +136,7 @@ def main() -> int:
     course = choose_course(pace, most_steps, options.seconds - spent_seconds)
     foretold = spent_seconds + pace.demo_seconds(course.num_steps)
     say(describe_course(course, pace, most_steps))
-    train = [*train_command(run_dir), *set_options([*course.settings(), *options.set])]
+    train = [*train_command(run_dir), *set_options([*options.set, *course.settings()])]
 
     say(f"3. Train, and press Ctrl-C at step {course.stop_at}")
     code = run_and_stop(train, run_dir, course.stop_at)
@@ -230,10 +230,8 @@ def conclude(run_dir: Path, seconds: float, foretold_seconds: float) -> int:
     events = surviving(read_events(run_dir))
     losses = [(event.step, event.loss) for event in events if isinstance(event, Evaluation)]
     steps = [event.step for event in events if isinstance(event, Step)]
-    say(
-        f"done in {seconds:.0f} s, {foretold_seconds:.0f} s were foretold: validation loss "
-        + " -> ".join(f"{loss:.2f}" for _, loss in losses)
-    )
+    curve = " -> ".join(f"{loss:.2f}" for _, loss in losses)
+    say(f"done in {seconds:.0f} s ({foretold_seconds:.0f} s were foretold): validation loss {curve}")
     print(f"run folder: {run_dir}")
     if steps != list(range(1, len(steps) + 1)):
         return fail("the steps of the stopped and the resumed run do not join")

@@ -12,6 +12,7 @@ from shardwright.telemetry.goodput import measure_goodput
 from shardwright.telemetry.meter import (
     Progress,
     Smoothed,
+    ThroughputMeter,
     measure_throughput,
 )
 from tests.unit.telemetry.samples import start_event, step_event
@@ -22,6 +23,16 @@ def test_throughput_without_flops_or_ceiling() -> None:
     assert (rates.tokens_per_second, rates.model_flops_per_second, rates.mfu) == (50.0, None, None)
     rates = measure_throughput(100, 2.0, world_size=2, flops_per_token=10.0, matmul_flops_per_second=None)
     assert (rates.model_flops_per_second, rates.mfu) == (500.0, None)
+
+
+def test_a_step_above_the_ceiling_raises_it_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    meter = ThroughputMeter(world_size=2, matmul_flops_per_second=1e9)
+    with caplog.at_level("INFO", logger="shardwright"):
+        mfus = [meter.measure(100, seconds, 10e6).mfu for seconds in (1.0, 0.25, 0.5, 0.125)]
+    assert mfus == pytest.approx([0.5, 1.0, 0.5, 1.0])
+    (record,) = caplog.records
+    assert "a step reached 200% of the measured ceiling of matrix products (1 GFLOP/s a device)" in record.getMessage()
+    assert meter.matmul_flops_per_second == pytest.approx(4e9)
 
 
 def test_smoothing_forgets_by_half_lives_and_passes_nan_by() -> None:

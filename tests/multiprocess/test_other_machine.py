@@ -1,0 +1,44 @@
+"""The demo, whole and short, on the other kind of machine: a CPU that has AVX2 only and emulates bf16."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipes.demo import FEWEST_STEPS
+
+from shardwright.telemetry.events import Evaluation, RunStarted, Step, read_events, surviving
+from tests.unit.numerics.test_bf16 import OTHER_MACHINE
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("model.config.hidden_size=48", "model.config.intermediate_size=64", "model.config.num_hidden_layers=1",
+         "tokenizer.vocab_size=300", "training.sequence_length=32")  # fmt: skip
+
+
+@pytest.mark.timeout(900)  # seven launches, of ten seconds each on a quiet machine
+def test_the_demo_shortens_itself_in_sight_and_ends_well(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    source.mkdir()
+    for path in sorted((ROOT / "src" / "shardwright" / "config").glob("*.py")):
+        (source / path.name).write_text(path.read_text())
+    settings = [*SMALL, f"data.sources.path={source}", f"data.cache_dir={tmp_path / 'cache'}"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.demo", "--run-dir", str(run), "--seconds", "1", *words],
+        env=os.environ | OTHER_MACHINE, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"=== shortened from 800 to {FEWEST_STEPS} steps, because a step takes [\d.]+ s here", done.stdout)
+    events = surviving(read_events(run))
+    assert [event.step for event in events if isinstance(event, Step)] == list(range(1, FEWEST_STEPS + 1))
+    assert all(event.mfu is not None and 0.0 < event.mfu <= 1.0 for event in events if isinstance(event, Step))
+    assert len([event for event in events if isinstance(event, Evaluation)]) == 8
+    began, resumed = (event.plan for event in events if isinstance(event, RunStarted))
+    assert began["precision"]["kind"] == resumed["precision"]["kind"] == "fp32"
+    assert began["precision_reason"].startswith("bf16 is emulated on this CPU")
+    assert resumed["precision_reason"] == "the run was begun in it"
+    assert not (tmp_path / "run-pace").exists()
