@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardwright.config.load import apply_overrides, validate_recipe
+from shardwright.config.document import parse_yaml
+from shardwright.config.load import MAX_RECIPE_BYTES, apply_overrides, validate_recipe
 from shardwright.errors import InputError
+from shardwright.files import read_text
 from shardwright.interop import accelerate, axolotl, deepspeed
 from shardwright.interop.converted import Dropped, Findings, Source
 
@@ -78,26 +78,20 @@ def convert(path: Path, system: str | None = None, overrides: Iterable[str] = ()
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, max_bytes=MAX_RECIPE_BYTES)
     except FileNotFoundError:
         raise InputError("no such file", field="FILE", got=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", field="FILE", got=str(path)) from error
+    except UnicodeDecodeError as error:
         raise InputError(f"cannot be read: {error}", field="FILE", got=str(path)) from error
     try:
-        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise InputError(f"is no {kind}: {_where(error)}", field="FILE", got=str(path)) from error
+        document = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"is no JSON: {error}", field="FILE", got=str(path)) from error
     if not isinstance(document, dict):
         raise InputError("a configuration is a mapping", field="FILE", got=type(document).__name__)
     return document
-
-
-def _where(error: Exception) -> str:
-    """What is wrong and at which line, in one line."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
 
 
 def _system_of(document: Mapping[str, Any], path: Path) -> str:
