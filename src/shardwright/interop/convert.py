@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.config.document import parse_yaml
+from shardwright.config.document import dump_yaml, parse_yaml
 from shardwright.config.load import MAX_RECIPE_BYTES, apply_overrides, validate_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
@@ -47,7 +47,7 @@ class Converted:
         lines += [f"to fill in: {key}" for key in self.needed]
         lines += [f"not carried: {item.key}: {_short(item.value)}: {item.why}" for item in self.dropped]
         lines += [f"note: {remark}" for remark in self.remarks]
-        return "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(self.document, sort_keys=False, allow_unicode=True)
+        return "".join(f"# {line}\n" for line in lines) + dump_yaml(self.document)
 
 
 def convert(path: Path, system: str | None = None, overrides: Iterable[str] = ()) -> Converted:
