@@ -12,7 +12,7 @@ import shardwright
 ROOT = Path(shardwright.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units"),
+    ("errors", "files", "units"),
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
     ("plan", "placement"),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.config.section import Fraction, Positive, Section
+from shardwright.config.section import Fraction, PathText, Positive, Section
 
 AdapterKind = Literal["lora", "rslora", "dora"]
 
@@ -42,7 +42,7 @@ class AdapterSection(Section):
     """`nf4` holds the frozen projections of the blocks, experts included, in 4 bits (QLoRA, arXiv 2305.14314): blocks of 64
     elements with an fp32 scale each, 4.5 bits per element. Embeddings, head, norms, biases and routers stay as they are. The same
     base under every layout. Default: the base in the precision of all else."""
-    path: str | None = None
+    path: PathText | None = None
     """A folder that peft or an export wrote (adapter_config.json, adapter_model.safetensors) to begin with. It says kind, rank,
     alpha and targets; only `dropout` and `quantize` may stand beside it."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.section import Fraction, Positive, Section
+from shardwright.config.section import Fraction, PathText, Positive, Section
 
 RecordsKind = Literal[
     "auto", "text", "messages", "sharegpt", "alpaca", "prompt_response", "prompt_completion", "preference", "tokens"
@@ -16,7 +16,7 @@ RecordsKind = Literal[
 class Source(Section):
     """One place that text comes from."""
 
-    path: str
+    path: PathText
     """A file, a folder (read recursively, in name order), a folder that Hugging Face `datasets` saved, or an fsspec URL
     (`s3://...`), which is fetched once into the cache. `${NAME}` is taken from the environment."""
     format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
@@ -78,7 +78,7 @@ class DataSection(Section):
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """What is learnt of a conversation: the assistant's turns (of a pair, the response), its last turn, or every token.
     A turn's own `loss_weight` decides before that. Plain text is always learnt whole."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """File with a Jinja chat template, instead of the tokenizer's own."""
     template_variables: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template, e.g. `{enable_thinking: false, date_string: 26 Jul 2024}`."""
@@ -86,7 +86,7 @@ class DataSection(Section):
     """Processes that render and tokenise large sets of conversations; default one per core, at most 16."""
     max_broken_fraction: Fraction = 0.01
     """Records that cannot be read are counted with file and line and set aside; above this share it is an error."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Where tokenised data is kept; default `~/.cache/shardwright/data`, or `$SHARDWRIGHT_CACHE/data`."""
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from shardwright.config.section import NonNegative, Positive, Section
+from shardwright.config.section import NonNegative, PathText, Positive, Section
 
 
 class LayoutSection(Section):
@@ -31,7 +31,7 @@ class LayoutSection(Section):
     """With `tp`: norms and the residual stream are cut over the sequence, too, which saves their memory and costs no traffic."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """How attention reaches other ranks' tokens under `cp`: keys and values go round or are gathered, or heads are exchanged."""
-    schedule: str = "1f1b"
+    schedule: PathText = "1f1b"
     """With `pp`: gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, or a file that holds a schedule."""
     virtual_stages: Positive | None = None
     """With `pp` and interleaved_1f1b: stages per rank; default 2."""
@@ -70,7 +70,7 @@ class ClusterSection(Section):
     """Devices of one node, as `shardwright plan --cluster` takes them: `8xH100-80GB`."""
     link: str | None = None
     """Between nodes: ib400, eth100, ...; default what is usual with the device."""
-    profile: str | None = None
+    profile: PathText | None = None
     """A file of measured rates, which the planner prefers to the catalogue."""
 
 

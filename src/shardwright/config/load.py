@@ -4,55 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from shardwright.config.document import dump_yaml, find_line, parse_yaml
 from shardwright.config.layout import LayoutSection
 from shardwright.config.schema import Recipe
 from shardwright.errors import LayoutError, RecipeError, nearest
+from shardwright.files import read_text
 
+MAX_RECIPE_BYTES = 1024**2
+_PIPE_SECONDS = 30.0
+_SHOWN_CHARACTERS = 200
 _ENVIRONMENT = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_ILL_FORMED = re.compile("[\0\ud800-\udfff]")
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (`1e-4` is a number, which YAML 1.1 reads as text) and no duplicate keys."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)$|^[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$"),
-    list("-+0123456789."),
-)
-
-
-def _construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            line = key_node.start_mark.line + 1
-            raise RecipeError("the key is given twice", field=str(key), got=f"a second value on line {line}", remedy="Keep one")
-        seen.add(key)
-    mapping: dict[Any, Any] = loader.construct_mapping(node, deep=True)
-    return mapping
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-
-
-def _parse_yaml(text: str, origin: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader subclass  # noqa: S506
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark else origin
-        raise RecipeError(f"not valid YAML: {error.problem}", field=where, remedy="Check indentation and quoting there") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"not valid YAML: {error}", field=origin) from error
+Locate = Callable[[Sequence[str]], str | None]
+"""Where a key of the recipe stands ("run.yaml, line 7"), if it is in a file."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), layout: str | None = None) -> Recipe:
@@ -68,12 +39,14 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), layout: str | N
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, max_bytes=MAX_RECIPE_BYTES, pipe_seconds=_PIPE_SECONDS)
     except FileNotFoundError:
         raise RecipeError("no such file", field="recipe", got=str(path), remedy="Give the path of a YAML recipe") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RecipeError(f"cannot be read: {error.strerror}", field="recipe", got=str(path)) from error
+    except UnicodeDecodeError as error:
         raise RecipeError(f"cannot be read: {error}", field="recipe", got=str(path)) from error
-    document = _parse_yaml(text, str(path))
+    document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise RecipeError(
             "a recipe is a mapping", field=str(path), got=type(document).__name__, allowed="model:, data:, training:, ..."
@@ -81,15 +54,28 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), layout: str | N
     document = apply_overrides(document, overrides)
     if layout is not None:
         document["layout"] = parse_layout(layout)
-    return validate_recipe(document)
+    given = [key.partition("=")[0].strip() for key in overrides] + ([] if layout is None else ["layout"])
+
+    def locate(location: Sequence[str]) -> str | None:
+        name = ".".join(location)
+        if any(f"{name}.".startswith(f"{key}.") for key in given):
+            return None  # the value is from the command line
+        line = find_line(text, location)
+        return None if line is None else f"{path}, line {line}"
+
+    return validate_recipe(document, locate)
 
 
-def validate_recipe(document: dict[str, Any]) -> Recipe:
-    """A mapping to a `Recipe`; environment variables are expanded, all complaints are one error."""
+def validate_recipe(document: dict[str, Any], locate: Locate = lambda location: None) -> Recipe:
+    """Check a mapping into a `Recipe`: environment variables are expanded, all complaints are one error.
+
+    Raises:
+        RecipeError: names the fields, and their places where `locate` knows them.
+    """
     try:
-        return Recipe.model_validate(_expand(document, ()))
+        return Recipe.model_validate(_expand(document, (), locate))
     except ValidationError as error:
-        raise _as_recipe_error(error, Recipe) from None
+        raise _as_recipe_error(error, Recipe, locate) from None
 
 
 def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -103,7 +89,7 @@ def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise RecipeError("not an assignment", field="--set", got=override, allowed="section.key=value")
-        value = _parse_yaml(text, f"--set {key}")
+        value = parse_yaml(text, f"--set {key}")
         target = result
         *parents, last = key.strip().split(".")
         for depth, part in enumerate(parents):
@@ -165,26 +151,29 @@ def _layout_value(key: str, value: str, item: str) -> int | bool | str:
         if not value:
             raise LayoutError("a name is missing", field=f"--layout {key}", got=item, allowed=f"e.g. {key}={default}")
         return value
-    if not value.isdigit():
-        raise LayoutError("a degree is a whole number", field=f"--layout {key}", got=value or item, allowed="e.g. tp=2")
+    if not re.fullmatch(r"[0-9]{1,18}", value):
+        got = _placed(value or item, None)
+        raise LayoutError("a degree is a whole number", field=f"--layout {key}", got=got, allowed="e.g. tp=2")
     return int(value)
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML that loads back equal."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _expand(value: Any, location: tuple[str, ...]) -> Any:
+def _expand(value: Any, location: tuple[str, ...], locate: Locate) -> Any:
     """Replace `${NAME}` in every string by the environment's value; a name that is not set is an error."""
     if isinstance(value, dict):
-        return {key: _expand(item, (*location, str(key))) for key, item in value.items()}
+        for key in value:
+            _check_text(str(key), (*location, str(key)), locate)
+        return {key: _expand(item, (*location, str(key)), locate) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expand(item, (*location, str(index))) for index, item in enumerate(value)]
+        return [_expand(item, (*location, str(index)), locate) for index, item in enumerate(value)]
     if isinstance(value, str):
 
         def look_up(match: re.Match[str]) -> str:
@@ -193,18 +182,39 @@ def _expand(value: Any, location: tuple[str, ...]) -> Any:
                 raise RecipeError(
                     f"the environment variable {match[1]} is not set",
                     field=".".join(location),
-                    got=value,
+                    got=_placed(value, locate(location)),
                     remedy=f"Set it, for example: export {match[1]}=/path",
                 )
             return found
 
-        return _ENVIRONMENT.sub(look_up, value)
+        expanded = _ENVIRONMENT.sub(look_up, value)
+        _check_text(expanded, location, locate)
+        return expanded
     return value
 
 
-def _as_recipe_error(error: ValidationError, root: type[BaseModel]) -> RecipeError:
+def _check_text(text: str, location: tuple[str, ...], locate: Locate) -> None:
+    """Refuse text that can be neither a path nor UTF-8: null bytes and halves of surrogate pairs."""
+    if found := _ILL_FORMED.search(text):
+        raise RecipeError(
+            "the text holds a null byte" if found[0] == "\0" else "the text holds half a surrogate pair",
+            field=ascii(".".join(location))[1:-1],
+            got=_placed(ascii(text), locate(location)),
+            allowed="Unicode text",
+            remedy="Take the character out",
+        )
+
+
+def _placed(shown: str, place: str | None) -> str:
+    """A value for an error, cut to a readable length, with where it stands."""
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = f"{shown[: _SHOWN_CHARACTERS - 40]}... ({len(shown):,} characters)"
+    return shown if place is None else f"{shown} in {place}"
+
+
+def _as_recipe_error(error: ValidationError, root: type[BaseModel], locate: Locate) -> RecipeError:
     """All of pydantic's complaints as one error of ours: the first in full, the others a line each."""
-    complaints = [_complaint(item, root) for item in error.errors()]
+    complaints = [_complaint(item, root, locate) for item in error.errors(include_url=False)]
     first, others = complaints[0], complaints[1:]
     if not others:
         return first
@@ -212,9 +222,9 @@ def _as_recipe_error(error: ValidationError, root: type[BaseModel]) -> RecipeErr
     return RecipeError(first.problem, field=first.field, got=first.got, allowed=first.allowed, remedy=remedy)
 
 
-def _complaint(item: Any, root: type[BaseModel]) -> RecipeError:
+def _complaint(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
     location = [str(part) for part in item["loc"]]
-    field = ".".join(location)
+    field, place = ".".join(location), locate(location)
     kind = item["type"]
     if kind == "extra_forbidden":
         known = list(_section_at(root, location[:-1]))
@@ -222,17 +232,19 @@ def _complaint(item: Any, root: type[BaseModel]) -> RecipeError:
         return RecipeError(
             "unknown key",
             field=field,
-            got=repr(location[-1]),
+            got=_placed(repr(location[-1]), place),
             allowed=", ".join(known),
             remedy=f"Did you mean `{guess}`?" if guess else None,
         )
     if kind == "missing":
-        return RecipeError("this key is needed", field=field, remedy=f"Add `{location[-1]}:`")
+        where = None if place is None else f"no such key in {place}"
+        return RecipeError("this key is needed", field=field, got=where, remedy=f"Add `{location[-1]}:`")
     if kind == "value_error":
-        return RecipeError(str(item["ctx"]["error"]), field=field or "recipe")
+        return RecipeError(str(item["ctx"]["error"]), field=field or "recipe", got=place)
+    got = _placed(repr(item["input"]), place)
     if kind == "literal_error":
-        return RecipeError("not a known value", field=field, got=repr(item["input"]), allowed=item["ctx"]["expected"])
-    return RecipeError(item["msg"], field=field, got=repr(item["input"]))
+        return RecipeError("not a known value", field=field, got=got, allowed=item["ctx"]["expected"])
+    return RecipeError(item["msg"], field=field, got=got)
 
 
 def _section_at(root: type[BaseModel], location: list[str]) -> dict[str, Any]:

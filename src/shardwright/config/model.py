@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.section import Positive, Section
+from shardwright.config.section import PathText, Positive, Section
+
+
+def _as_dropout(value: Any) -> Any:
+    return "off" if value is False else value  # YAML reads a bare `off` as a switch
+
+
+Dropout = Annotated[Literal["config", "off"], BeforeValidator(_as_dropout)]
 
 
 class ModelSection(Section):
     """Which decoder, and where its weights come from."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A Hugging Face folder: its config.json is the architecture and, with `init: pretrained`, its safetensors the weights."""
     config: dict[str, Any] | None = None
     """The content of a config.json written here instead (`model_type: llama`, ...). `vocab_size` may be left out: the
@@ -26,7 +33,7 @@ class ModelSection(Section):
     """torch.compile each block."""
     loss_chunk_tokens: Positive = 1024
     """Tokens whose logits are held at a time by the chunked linear cross-entropy."""
-    dropout: Literal["config", "off"] = "config"
+    dropout: Dropout = "config"
     """`off` trains without the dropout that the model's config.json asks for."""
     trust_remote_code: bool = False
     """Let a model of an unknown family be made by the Python code in its own folder (`path`), which then runs as you."""
@@ -59,7 +66,7 @@ class TokenizerSection(Section):
     kind: Literal["huggingface", "bpe", "character"] = "huggingface"
     """`huggingface`: the tokenizer of `path` (default: the model's folder). `bpe`: byte-level BPE trained on the training
     sources. `character`: one id per character of the training sources."""
-    path: str | None = None
+    path: PathText | None = None
     """Folder with tokenizer.json, for `kind: huggingface`."""
     vocab_size: Positive | None = None
     """For `kind: bpe`: size of the vocabulary to train."""

@@ -25,7 +25,7 @@ RecomputeKind = Literal["none", "selective", "full"]
 class Recipe(Section):
     """One training run, whole."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = "run"
     """Names the run folder."""
     seed: NonNegative = 0
     """Initial weights, sample order and dropout are functions of it."""

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_MAX_PATH_BYTES = 4095
+_MAX_PART_BYTES = 255
+
+
+def _check_path(text: str) -> str:
+    """Refuse what no Linux file system takes, before it fails wherever it is first opened. URLs are left to their protocols."""
+    if not text.strip():
+        raise ValueError("a path is missing: the text is empty")
+    if "://" in text:
+        return text
+    if len(os.fsencode(text)) > _MAX_PATH_BYTES:
+        raise ValueError(f"the path is longer than {_MAX_PATH_BYTES:,} bytes")
+    longest = max(len(os.fsencode(part)) for part in text.split("/"))
+    if longest > _MAX_PART_BYTES:
+        raise ValueError(f"a name in the path is {longest:,} bytes long; {_MAX_PART_BYTES} are allowed")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_check_path)]
+"""A path or a URL."""
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]

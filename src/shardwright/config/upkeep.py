@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.config.section import NonNegative, Positive, Section
+from shardwright.config.section import NonNegative, PathText, Positive, Section
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 """What ranks compute on; `auto` takes CUDA where there is some."""
@@ -15,7 +15,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 class CheckpointSection(Section):
     """What is saved, when, where, and how much is kept."""
 
-    dir: str | None = None
+    dir: PathText | None = None
     """Where: a folder, or an fsspec URL such as `s3://bucket/run`; default `checkpoints` in the run folder."""
     every_steps: Positive | None = None
     """Steps between checkpoints; null saves only at the end, on a stop, and where validation improves (`keep_best`)."""
@@ -90,7 +90,7 @@ class WatchdogSection(Section):
 class RunSection(Section):
     """The run folder and what is written there."""
 
-    dir: str | None = None
+    dir: PathText | None = None
     """Run folder; default `runs/<name>`."""
     log_every_steps: Positive = 1
     """Steps between lines of the log (events.jsonl has every step)."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from shardwright.data.sources import SourceFile
 from shardwright.errors import DataError
+from shardwright.files import open_regular, read_text
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0
@@ -192,8 +193,10 @@ def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[Any]]:
     """
     memory_path = root / "hashes" / f"{key_of([str(file.path.resolve()) for file in files])}.json"
     try:
-        memory = json.loads(memory_path.read_text())
-    except (OSError, ValueError):
+        memory = json.loads(read_text(memory_path))
+    except (OSError, ValueError, RecursionError):
+        memory = {}
+    if not isinstance(memory, dict):  # damaged: hashes are made again
         memory = {}
     remembered: dict[str, list[Any]] = {}
     result = []
@@ -202,7 +205,8 @@ def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[Any]]:
             status = file.path.stat()
             stamp = [status.st_size, status.st_mtime_ns, status.st_ino]
             known = memory.get(str(file.path))
-            digest = known[1] if known and known[0] == stamp else _hash(file.path)
+            is_known = isinstance(known, list) and len(known) == 2 and known[0] == stamp
+            digest = known[1] if is_known else _hash(file.path)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", field=str(file.path)) from error
         if time.time() - status.st_mtime > _SETTLED_SECONDS:
@@ -215,7 +219,7 @@ def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[Any]]:
 
 def _hash(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         while block := stream.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()

@@ -8,6 +8,7 @@ writes earlier turns otherwise once later ones follow (one that drops old reason
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from shardwright.data.conversation import Unusable
 from shardwright.errors import TokenizerError
+from shardwright.files import read_text
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN_CHARACTERS = 160
@@ -154,7 +156,10 @@ def load_chat_template(
     Raises:
         TokenizerError: a file that cannot be read, or several templates of which none is the default.
     """
-    text = _read_file(Path(given).expanduser()) if given is not None else _find_template(folder) if folder is not None else None
+    if given is not None:
+        text: str | None = _read_file(Path(os.path.expanduser(given)))
+    else:
+        text = None if folder is None else _find_template(folder)
     if text is None:
         return None
     tokens = _special_tokens(folder) if folder is not None else {}
@@ -176,7 +181,7 @@ def _no_template(text: str, error: Any) -> TokenizerError:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"the chat template cannot be read: {error}", field="data.chat_template", got=str(path)) from error
 
@@ -217,7 +222,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot be read: {error}", field=str(path)) from error
     return content if isinstance(content, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,10 +19,11 @@ from shardwright.data.chat import ChatTemplate, load_chat_template
 from shardwright.data.corpus import Corpus, Read, Records, Side, divide, weigh
 from shardwright.data.dataset import TokenDataset
 from shardwright.data.formats import KINDS, plain_texts
+from shardwright.data.listing import list_files
 from shardwright.data.mix import MixedDataset
 from shardwright.data.remote import localise
 from shardwright.data.report import DataReport, SourceReport, describe_side
-from shardwright.data.sources import Broken, SourceFile, identify, list_files
+from shardwright.data.sources import Broken, SourceFile, identify
 from shardwright.data.store import Encode, TokenStore, open_tokens, write_tokens
 from shardwright.data.supervision import Encoder
 from shardwright.data.tokenize import END_OF_TEXT, load_tokenizer, train_bpe, train_characters
@@ -134,7 +136,7 @@ def _template_of(recipe: Recipe, given: Tokenizer | None) -> ChatTemplate | None
     """The chat template of a recipe. One that writes the date would give other tokens every day."""
     folder = recipe.tokenizer.path or recipe.model.path
     eos = END_OF_TEXT if given is None else None if given.eos_id is None else given.decode([given.eos_id])
-    place = Path(folder).expanduser() if given is not None and folder is not None else None
+    place = Path(os.path.expanduser(folder)) if given is not None and folder is not None else None
     template = load_chat_template(place, recipe.data.chat_template, recipe.data.template_variables, eos)
     if template is not None and "strftime_now" in template.text and "date_string" not in template.variables:
         log.warning("the chat template may write today's date; data.template_variables: {date_string: ...} fixes it")
@@ -235,9 +237,9 @@ def _given_tokenizer(recipe: Recipe) -> Tokenizer | None:
             field="tokenizer.path",
             remedy="Name a folder with tokenizer.json, or choose tokenizer.kind: bpe or character",
         )
-    if not Path(folder).expanduser().is_dir():
+    if not Path(os.path.expanduser(folder)).is_dir():
         raise TokenizerError("no such folder", field="tokenizer.path", got=folder)
-    return load_tokenizer(Path(folder).expanduser())
+    return load_tokenizer(Path(os.path.expanduser(folder)))
 
 
 def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None, folder: Path) -> None:

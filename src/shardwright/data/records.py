@@ -10,14 +10,22 @@ import codecs
 import gzip
 import io
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from shardwright.errors import DataError
+from shardwright.files import open_regular
 
 MAX_RECORD_BYTES = 64 * 1024**2
-"""A longer line of JSON, or element of a JSON array, is set aside: one record must not take a machine's memory."""
+"""A longer line of JSON lines or text of another record is set aside; a longer element of a JSON array is an error, as is a
+stretch of plain text without two words. Counted in characters where text is held."""
+_MAX_SKIPPED_CHARACTERS = 1024**3
+"""A line that goes on for longer than this is an error: what follows may never come."""
+_SKIPPED_AT_A_TIME = 1 << 20
+_MAX_BATCH_BYTES = 256 * 1024**2
+_NOT_SPACE = re.compile(r"\S")
 _BLOCK_CHARACTERS = 1 << 18
 _ROWS_AT_A_TIME = 256
 
@@ -69,14 +77,22 @@ def holds_strings(kind: Any) -> bool:
 
 
 def open_stream(path: Path, compression: str | None) -> IO[bytes]:
-    """The bytes of a file, decompressed."""
+    """The bytes of a file, decompressed.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    plain = open_regular(path)
+    if compression is None:
+        return plain
+    plain.close()
     if compression == "gzip":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if compression == "zstd":
         import pyarrow
 
         return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
-    return open(path, "rb")
+    raise AssertionError(compression)
 
 
 def refuse_utf_16(path: Path, compression: str | None) -> None:
@@ -94,47 +110,74 @@ def refuse_utf_16(path: Path, compression: str | None) -> None:
 
 
 def _read_json_lines(path: Path, compression: str | None) -> Iterator[Row]:
-    with open_stream(path, compression) as stream:
+    """Lines end with \\n, \\r\\n or \\r, none of which JSON has within a string."""
+    with io.TextIOWrapper(open_stream(path, compression), encoding="utf-8", errors="surrogateescape", newline=None) as lines:
         number = 0
-        while line := stream.readline(MAX_RECORD_BYTES):
+        while line := lines.readline(MAX_RECORD_BYTES + 1):
             number += 1
-            if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
-                while (rest := stream.readline(MAX_RECORD_BYTES)) and not rest.endswith(b"\n"):
-                    pass
-                yield Row(number, None, f"longer than {MAX_RECORD_BYTES // 1024**2} MiB")
+            if len(line) > MAX_RECORD_BYTES and not line.endswith("\n"):
+                _skip_line(lines, path, number)
+                yield Row(number, None, f"longer than {MAX_RECORD_BYTES:,} characters")
                 continue
             if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+                line = line.removeprefix("\ufeff")
             if line and not line.isspace():
                 yield _parse(line, number)
 
 
-def _parse(line: bytes, number: int) -> Row:
+def _skip_line(lines: io.TextIOWrapper, path: Path, number: int) -> None:
+    """Read the rest of a line."""
+    num_skipped = 0
+    while (rest := lines.readline(_SKIPPED_AT_A_TIME)) and not rest.endswith("\n"):
+        num_skipped += len(rest)
+        if num_skipped > _MAX_SKIPPED_CHARACTERS:
+            raise DataError(
+                "a line without an end",
+                field=f"{path}:{number}",
+                got=f"more than {_MAX_SKIPPED_CHARACTERS:,} characters",
+                allowed=f"a record of at most {MAX_RECORD_BYTES:,} characters on each line",
+                remedy="If the file is of another form, say so in the source's `format`",
+            )
+
+
+def _parse(line: str, number: int) -> Row:
     try:
-        return _as_row(json.loads(line.decode("utf-8"), object_pairs_hook=_object), number)
+        if not line.isascii():
+            line.encode("utf-8", "surrogateescape").decode("utf-8")
+        return _as_row(json.loads(line, object_pairs_hook=_object), number)
     except UnicodeDecodeError as error:
         return Row(number, None, f"not UTF-8: {error.reason} at byte {error.start}")
     except json.JSONDecodeError as error:
         return Row(number, None, f"not JSON: {error.msg} at column {error.colno}")
-    except _RepeatedKey as error:
-        return Row(number, None, f"the field {error.key!r} is there twice")
+    except _Refused as error:
+        return Row(number, None, error.reason)
     except (ValueError, RecursionError) as error:
         return Row(number, None, f"not JSON: {error}")
 
 
-class _RepeatedKey(Exception):
-    """A key that an object has twice: Python's parser would keep the last and say nothing."""
+class _Refused(Exception):
+    """JSON that Python would read otherwise than it is meant: of a key that an object has twice it would keep the last."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Refused(f"the field {key!r} is there twice")
+            seen.add(key)
     return found
+
+
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:  # more digits than Python converts
+        raise _Refused(f"a number of {len(digits):,} digits") from error
 
 
 def _as_row(value: Any, number: int) -> Row:
@@ -146,24 +189,19 @@ def _as_row(value: Any, number: int) -> Row:
 def _read_json(path: Path, compression: str | None) -> Iterator[Row]:
     """A .json file: an array of objects, or in truth JSON lines, told apart by the first character."""
     with open_stream(path, compression) as stream:
-        reader = codecs.getreader("utf-8-sig")(stream)
-        text = reader.read(_BLOCK_CHARACTERS)
-        while not text.strip():
-            more = reader.read(_BLOCK_CHARACTERS)
-            if not more:
-                return
-            text += more
-        if text.lstrip().startswith("["):
-            yield from _read_array(path, reader, text)
+        window = _Window(codecs.getreader("utf-8-sig")(stream))
+        first = window.skip()
+        if first == "[":
+            yield from _read_array(path, window)
+        if first in ("[", ""):
             return
     yield from _read_json_lines(path, compression)
 
 
-def _read_array(path: Path, reader: Any, text: str) -> Iterator[Row]:
-    """The elements of an array, one at a time; `text` is what was read of the file so far."""
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
-    window = _Window(reader, text)
-    window.skip()
+def _read_array(path: Path, window: _Window) -> Iterator[Row]:
+    """The elements of an array, one at a time."""
+    decoder = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
+    lenient = json.JSONDecoder(parse_int=float)
     window.take(1)  # the bracket
     while True:
         following = window.skip()
@@ -176,47 +214,42 @@ def _read_array(path: Path, reader: Any, text: str) -> Iterator[Row]:
         if not following:
             yield Row(line, None, "the file ends within the array: it is cut short")
             return
-        repeated = False
+        refused = ""
         while True:
             try:
-                value, end = decoder.raw_decode(window.text, window.at)
+                value, end = (lenient if refused else decoder).raw_decode(window.text, window.at)
                 if end == len(window.text) and not isinstance(value, dict) and window.grow():
                     continue  # a number may go on
                 break
-            except _RepeatedKey as error:  # told only once the record is whole: its end is where it is without the check
-                try:
-                    end = json.JSONDecoder().raw_decode(window.text, window.at)[1]
-                except json.JSONDecodeError:
-                    if window.grow():
-                        continue
-                    yield Row(line, None, "the file ends within a record: it is cut short")
-                    return
-                repeated, value = True, f"the field {error.key!r} is there twice"
-                break
+            except _Refused as error:  # told only once the record is whole: its end is where it is without the check
+                refused = error.reason
             except (json.JSONDecodeError, RecursionError) as error:
-                if len(window.text) - window.at > MAX_RECORD_BYTES or isinstance(error, RecursionError):
-                    raise DataError(f"a record cannot be read: {error}", field=f"{path}:{line}") from error
+                held = len(window.text) - window.at
+                if held > MAX_RECORD_BYTES or isinstance(error, RecursionError):
+                    reason = f"longer than {MAX_RECORD_BYTES:,} characters" if held > MAX_RECORD_BYTES else str(error)
+                    raise DataError(f"a record cannot be read: {reason}", field=f"{path}:{line}") from error
                 if window.grow():
                     continue
                 if getattr(error, "pos", 0) < len(window.text.rstrip()) and "Unterminated" not in str(error):
                     raise DataError(f"not JSON: {error}; nothing behind it can be read", field=f"{path}:{line}") from error
                 yield Row(line, None, "the file ends within a record: it is cut short")
                 return
-        yield Row(line, None, value) if repeated else _as_row(value, line)
+        yield Row(line, None, refused) if refused else _as_row(value, line)
         window.take(end - window.at)
 
 
 class _Window:
     """The part of a text that is being read, and the line where it stands."""
 
-    def __init__(self, reader: Any, text: str) -> None:
+    def __init__(self, reader: Any) -> None:
         self._reader = reader
-        self.text, self.at, self.line = text, 0, 1
+        self.text, self.at, self.line = "", 0, 1
 
     def take(self, count: int) -> None:
+        """Pass over characters."""
         self.line += self.text.count("\n", self.at, self.at + count)
         self.at += count
-        if self.at > _BLOCK_CHARACTERS:
+        if self.at > max(_BLOCK_CHARACTERS, len(self.text) // 2):  # so that each character is moved about once
             self.text, self.at = self.text[self.at :], 0
 
     def grow(self) -> bool:
@@ -228,10 +261,10 @@ class _Window:
     def skip(self) -> str:
         """Pass over white space; the character that follows, or nothing at the end."""
         while True:
-            while self.at < len(self.text) and self.text[self.at].isspace():
-                self.take(1)
-            if self.at < len(self.text):
-                return self.text[self.at]
+            if found := _NOT_SPACE.search(self.text, self.at):
+                self.take(found.start() - self.at)
+                return found[0]
+            self.take(len(self.text) - self.at)
             if not self.grow():
                 return ""
 
@@ -276,13 +309,19 @@ def _choose(path: Path, names: list[str], columns: Sequence[str] | None) -> list
 def _rows_of(batches: Iterator[Any]) -> Iterator[Row]:
     number = 0
     for batch in batches:
-        try:
-            values = batch.to_pylist()
-        except UnicodeDecodeError:
-            values = [_row_alone(batch, index) for index in range(batch.num_rows)]
-        for value in values:
+        for value in _values_of(batch):
             number += 1
             yield Row(number, None, value) if isinstance(value, str) else Row(number, value)
+
+
+def _values_of(batch: Any) -> Iterable[dict[str, Any] | str]:
+    """The rows of a batch, or why one is none. Rows of large texts are made one at a time."""
+    if batch.nbytes <= _MAX_BATCH_BYTES:
+        try:
+            return cast(list[dict[str, Any] | str], batch.to_pylist())
+        except UnicodeDecodeError:
+            pass
+    return (_row_alone(batch, index) for index in range(batch.num_rows))
 
 
 def _row_alone(batch: Any, index: int) -> dict[str, Any] | str:

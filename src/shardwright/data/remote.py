@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright.config.data import Source
 from shardwright.data.cache import build_once, key_of
-from shardwright.data.sources import NOT_RECORDS, is_chosen
+from shardwright.data.listing import NOT_RECORDS, is_chosen
 from shardwright.errors import DataError
 
 _BLOCK_BYTES = 1 << 22

@@ -8,51 +8,36 @@ line does not stop a corpus of millions.
 from __future__ import annotations
 
 import codecs
-import fnmatch
-import json
-import logging
-import os
-from collections import Counter
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.config.data import Source
-from shardwright.data.formats import KINDS, Records, Unusable, recognise, text_records
-from shardwright.data.records import column_types, holds_strings, open_stream, read_rows, refuse_utf_16
+from shardwright.data.formats import KINDS, Records, Unusable, recognise
+from shardwright.data.records import (
+    MAX_RECORD_BYTES,
+    column_types,
+    holds_strings,
+    open_stream,
+    read_rows,
+    refuse_utf_16,
+)
 from shardwright.errors import DataError
-
-log = logging.getLogger(__name__)
 
 PIECE_CHARACTERS = 256 * 1024
 """A text file is read in pieces of about this size, so that a file of any size costs the same memory."""
 
-FORMAT_OF_SUFFIX = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+PIECES_WITHOUT_LINES = 16
+"""Text without line ends is cut between words once it is this many pieces long."""
+_TAIL_CHARACTERS = 4096
+_SHOWN_CHARACTERS = 300
+_LINE_BORDER = re.compile(r"\S\n(?=\S)")
+_WORD_BORDER = re.compile(r"\S(?= \S)")
 NUM_ROWS_LOOKED_AT = 64
 _TEXT_FIELD = Source.model_fields["text_field"].default
 COLUMNAR = ("parquet", "arrow")
-NOT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What Hugging Face `datasets` writes beside the records."""
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-NOT_TEXT = {
-    **dict.fromkeys((".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and name the folder"),
-    **dict.fromkeys((".csv", ".tsv"), "convert it to JSON lines, or say `format: text` to learn the file as it stands"),
-    **dict.fromkeys((".feather", ".orc", ".avro"), "convert it to Parquet"),
-    **dict.fromkeys(
-        (".npy", ".npz", ".bin", ".pt", ".pkl", ".safetensors", ".pdf", ".docx", ".pyc", ".so"), "extract its text first"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -95,136 +80,6 @@ class Broken(NamedTuple):
     line: int
     reason: str
     harmless: bool = False
-
-
-def list_files(sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
-    """The files of `sources`, folders recursively in name order. `field` is where the recipe names them.
-
-    Raises:
-        DataError: a path that is not there, a format that is not read, a folder in which nothing matches.
-    """
-    files: list[SourceFile] = []
-    for number, source in enumerate(sources):
-        where = f"{field}.{number}.path"
-        path = Path(os.path.expanduser(source.path))
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            found = _list_datasets_folder(source, path, where)
-        elif path.is_dir():
-            found = _list_folder(source, path, where)
-        elif path.is_file():
-            if source.glob or source.exclude:
-                raise DataError("`glob` and `exclude` choose files of a folder; this is a file", field=where, got=source.path)
-            found = [_as_file(source, path, path.name, where)]
-        else:
-            raise DataError("no such file or folder", field=where, got=source.path, remedy=f"Looked from {Path.cwd()}")
-        again = {file.path.resolve() for file in found} & {file.path.resolve() for file in files}
-        if again:
-            message = "%s: %d of its files belong to a source before it, too, and are learnt twice: %s"
-            log.warning(message, where, len(again), min(again))
-        files += [replace(file, source=number) for file in found]
-    return tuple(files)
-
-
-def _list_datasets_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
-    """What `datasets.save_to_disk` wrote: its state names the Arrow files in their order."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        raise DataError(
-            "this folder holds several splits",
-            field=where,
-            got=source.path,
-            allowed=", ".join(str(Path(source.path) / split) for split in splits),
-            remedy="Name one of them",
-        )
-    if source.glob or source.exclude:
-        raise DataError("`glob` and `exclude` do not apply to a folder of Hugging Face datasets", field=where, got=source.path)
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        names = [str(entry["filename"]) for entry in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"state.json cannot be read: {error}", field=where, got=source.path) from error
-    if state.get("_indices_data_files"):
-        raise DataError(
-            "the rows are chosen by an index file, which is not read",
-            field=where,
-            got=source.path,
-            remedy="Save the dataset again: save_to_disk of datasets 2.9 and later writes the chosen rows",
-        )
-    if absent := [name for name in names if not (folder / name).is_file()]:
-        raise DataError("a file that state.json names is not there", field=where, got=absent[0])
-    return [_as_file(source, folder / name, name, where) for name in names]
-
-
-def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
-    def stop(error: OSError) -> None:
-        raise DataError(f"a folder cannot be listed: {error.strerror}", field=where, got=error.filename)
-
-    files, passed_over = [], Counter[str]()
-    for parent, folders, names in os.walk(folder, onerror=stop):
-        relative = Path(parent).relative_to(folder)
-        folders[:] = [name for name in folders if not name.startswith(".") and not _excluded(source, relative / name)]
-        for name in names:
-            below = relative / name
-            if name.startswith(".") or _excluded(source, below):
-                continue
-            if is_chosen(source, below):
-                files.append(_as_file(source, Path(parent) / name, below.as_posix(), where))
-            elif name not in NOT_RECORDS:
-                passed_over[Path(name).suffix or name] += 1
-    if not files:
-        raise DataError(
-            f"no file in this folder matches {source.glob!r}" if source.glob else "no file in this folder has a known format",
-            field=where,
-            got=source.path,
-            allowed=", ".join(FORMAT_OF_SUFFIX) if not source.glob else None,
-            remedy=f"It holds {', '.join(sorted(passed_over)[:8])} files: choose with `glob`" if passed_over else "It is empty",
-        )
-    if passed_over and not source.glob and source.format == "auto":
-        told = ", ".join(f"{number} {suffix}" for suffix, number in sorted(passed_over.items())[:8])
-        log.warning("%s: files passed over, whose format is not read: %s (`glob` chooses, `exclude` leaves out)", where, told)
-    return sorted(files, key=lambda file: Path(file.name).parts)
-
-
-def _excluded(source: Source, below: Path) -> bool:
-    return any(
-        fnmatch.fnmatchcase(below.as_posix(), pattern) or fnmatch.fnmatchcase(below.name, pattern) for pattern in source.exclude
-    )
-
-
-def is_chosen(source: Source, below: Path) -> bool:
-    """Whether a file of a folder is one to read, by the source's `glob` and `format`."""
-    if below.name in NOT_RECORDS:
-        return False
-    if source.glob:
-        return fnmatch.fnmatchcase(below.as_posix(), source.glob) or fnmatch.fnmatchcase(below.name, source.glob)
-    known = FORMAT_OF_SUFFIX.get(_suffixes(below)[0])
-    return known is not None and source.format in ("auto", known)
-
-
-def _suffixes(path: Path) -> tuple[str, str]:
-    """The suffix that tells the format, and that of a compression around it (or an empty string)."""
-    last = path.suffix.lower()
-    if last in COMPRESSIONS:
-        return Path(path.stem).suffix.lower(), last
-    return last, ""
-
-
-def _as_file(source: Source, path: Path, name: str, where: str) -> SourceFile:
-    suffix, around = _suffixes(path)
-    kind: str = source.format
-    if kind == "auto":
-        if suffix in NOT_TEXT:
-            raise DataError(
-                f"{suffix} files are not read",
-                field=where,
-                got=str(path),
-                allowed="text, JSON, JSON lines or Parquet, also with .gz or .zst around text and JSON, and Arrow",
-                remedy=NOT_TEXT[suffix][0].upper() + NOT_TEXT[suffix][1:],
-            )
-        kind = FORMAT_OF_SUFFIX.get(suffix, "text")
-    if kind in COLUMNAR and around:
-        raise DataError(f"{kind} compresses itself; a compressed file of it is not read", field=where, got=str(path))
-    return SourceFile(path, name, kind, COMPRESSIONS.get(around), text_records(source.text_field))
 
 
 def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
@@ -314,29 +169,50 @@ def _read_text(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
             num_pending += len(text)
             if not block:
                 break
-            if num_pending >= PIECE_CHARACTERS and (cut := _place_to_cut(pending)):
+            if num_pending >= PIECE_CHARACTERS and (
+                cut := _place_to_cut(pending, between_words=num_pending >= PIECES_WITHOUT_LINES * PIECE_CHARACTERS)
+            ):
                 yield Piece(cut, record, begins, False)
                 num_pending, begins = len(pending[0]), False
+            if num_pending > MAX_RECORD_BYTES:
+                raise DataError(
+                    "too long a stretch of text without a border between two words",
+                    field=f"{file.path}:{line}",
+                    got=f"{num_pending:,} characters and more",
+                    allowed=f"{MAX_RECORD_BYTES:,} characters",
+                    remedy="If this is text, break its lines; if it is none, leave the file out",
+                )
     if blank:
         yield Broken(record, file.name, 1, "an empty file", harmless=True)
     else:
         yield Piece("".join(pending), record, begins, True)
 
 
-def _place_to_cut(pending: list[str]) -> str:
-    """Takes from `pending` all text up to the end of its last line that borders on no other white space.
+def _place_to_cut(pending: list[str], *, between_words: bool) -> str:
+    """Take from `pending` all text up to its last line end between two other characters.
+
+    Args:
+        between_words: without such a line end, up to the last single space between two words.
 
     There a tokenizer that splits words before it merges is most likely to split too; the caller checks. Returns "" and
     leaves `pending` when there is no such place, which lets the piece grow.
     """
     recent = "".join(pending[-2:])
-    end = len(recent)
-    while (end := recent.rfind("\n", 1, end)) > 0:
-        if end + 1 < len(recent) and not recent[end - 1].isspace() and not recent[end + 1].isspace():
-            head = "".join(pending[:-2]) + recent[: end + 1]
-            pending[:] = [recent[end + 1 :]]
-            return head
-    return ""
+    end = _last_border(_LINE_BORDER, recent) or (between_words and _last_border(_WORD_BORDER, recent))
+    if not end:
+        return ""
+    head = "".join(pending[:-2]) + recent[:end]
+    pending[:] = [recent[end:]]
+    return head
+
+
+def _last_border(pattern: re.Pattern[str], text: str) -> int:
+    """Where the last match ends; 0 for none. Looks near the end first, where there nearly always is one."""
+    for start in (max(0, len(text) - _TAIL_CHARACTERS), 0):
+        end = max((match.end() for match in pattern.finditer(text, start)), default=0)
+        if end:
+            return end
+    return 0
 
 
 def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
@@ -349,11 +225,20 @@ def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
                 canonical, text = file.records.read(row.value)
             except Unusable as error:
                 reason = str(error)
+        if len(text) > MAX_RECORD_BYTES:
+            reason = f"longer than {MAX_RECORD_BYTES:,} characters"
         if reason:
-            yield Broken(record, file.name, row.line, reason)
+            yield Broken(record, file.name, row.line, _readable(reason))
         else:
             yield Piece(text, record, True, True, canonical, file.name, row.line)
         record += 1
+
+
+def _readable(reason: str) -> str:
+    """A reason of a length to print, without the halves of surrogate pairs that JSON may spell."""
+    if len(reason) > _SHOWN_CHARACTERS:
+        reason = f"{reason[:_SHOWN_CHARACTERS]}..."
+    return reason.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _check_columns(file: SourceFile) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.corpus import Read
+from shardwright.data.records import MAX_RECORD_BYTES
 from shardwright.data.sources import PIECE_CHARACTERS, Broken, Piece
 from shardwright.data.supervision import Encoded
 from shardwright.data.tokenizer import IdArray, Tokenizer
@@ -269,12 +270,25 @@ def _whole_words(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Piec
         if held is not None:
             if not piece.begins and not tokenizer.may_cut(parts[-1], piece.text):
                 parts.append(piece.text)
+                _check_length(sum(map(len, parts)), tokenizer)
                 held = held._replace(ends=piece.ends)
                 continue
             yield held._replace(text="".join(parts))
         held, parts = piece, [piece.text]
     if held is not None:
         yield held._replace(text="".join(parts))
+
+
+def _check_length(num_characters: int, tokenizer: Tokenizer) -> None:
+    """Refuse to hold a whole corpus for a tokenizer that can only be given all of a document at once."""
+    if num_characters > MAX_RECORD_BYTES:
+        raise DataError(
+            "a document is too long for this tokenizer, which does not split text into words before it merges",
+            field="data.sources",
+            got=f"{num_characters:,} characters and more in a {tokenizer.kind} tokenizer",
+            allowed=f"{MAX_RECORD_BYTES:,} characters",
+            remedy="Divide the text into several files, or into records of JSON lines",
+        )
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -6,6 +6,7 @@ No torch here; transformers only for folders that lack a tokenizer.json.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ import tokenizers
 
 from shardwright.data.tokenizer import CHARACTER_SPLIT, CharacterTokenizer, FastTokenizer, Tokenizer
 from shardwright.errors import TokenizerError
+from shardwright.files import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
+LONGEST_WORD = 1024
+"""Characters of a word that merges are learnt from as a whole."""
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
 
 __all__ = ["CharacterTokenizer", "FastTokenizer", "Tokenizer", "load_tokenizer", "train_bpe", "train_characters"]
 
@@ -43,8 +48,23 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    fast.train_from_iterator(texts, trainer)
+    fast.train_from_iterator(_with_bounded_words(texts), trainer)
     return FastTokenizer(fast, "bpe", END_OF_TEXT)
+
+
+def _with_bounded_words(texts: Iterator[str]) -> Iterator[str]:
+    """The texts, cut within words and stretches of white space of more than `LONGEST_WORD` characters.
+
+    A merge takes time in proportion to the word's length, so that learning from one long word takes time by its square: hours
+    for a megabyte of base64.
+    """
+    for text in texts:
+        start = 0
+        for run in _LONG_RUN.finditer(text):
+            for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
+                yield text[start:end]
+                start = end
+        yield text[start:]
 
 
 def train_characters(texts: Iterator[str]) -> CharacterTokenizer:
@@ -67,7 +87,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             return _load_fast(folder)
         if pair := _vocabulary_and_merges(folder):
             return _load_gpt2(*pair)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TokenizerError(f"the tokenizer cannot be read: {error}", field="tokenizer.path", got=str(folder)) from error
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.model").is_file():
         return _load_through_transformers(folder)
@@ -81,7 +101,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _load_fast(folder: Path) -> Tokenizer:
-    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    text = read_text(folder / "tokenizer.json")
     content = json.loads(text)
     model, splitter = content["model"], content.get("pre_tokenizer") or {}
     if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": CHARACTER_SPLIT} and not content["added_tokens"]:
@@ -114,7 +134,7 @@ def _end_of_text(folder: Path, fast: Any) -> str | None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(read_text(path))
     return content if isinstance(content, dict) else {}
 
 

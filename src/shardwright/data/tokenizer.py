@@ -138,6 +138,10 @@ class CharacterTokenizer:
         Raises:
             TokenizerError: a character that the alphabet lacks, by name.
         """
+        found: list[int] = self._encode(text).tolist()
+        return found
+
+    def _encode(self, text: str) -> IdArray:
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         ids = self._id_of[np.minimum(points, len(self._id_of) - 1)]
         if len(unknown := np.flatnonzero(ids == self.vocab_size)):
@@ -149,12 +153,11 @@ class CharacterTokenizer:
                 allowed=f"the {self.vocab_size} characters of its sources",
                 remedy="Leave the character out, or build the tokenizer from text that holds it",
             )
-        found: list[int] = ids.tolist()
-        return found
+        return ids
 
     def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
         """Ids of each text."""
-        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
+        return [self._encode(text) for text in texts]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text: no character is a control token."""

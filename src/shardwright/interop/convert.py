@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardwright.config.load import apply_overrides, validate_recipe
+from shardwright.config.document import dump_yaml, parse_yaml
+from shardwright.config.load import MAX_RECIPE_BYTES, apply_overrides, validate_recipe
 from shardwright.errors import InputError
+from shardwright.files import read_text
 from shardwright.interop import accelerate, axolotl, deepspeed
 from shardwright.interop.converted import Dropped, Findings, Source
 
@@ -47,7 +47,7 @@ class Converted:
         lines += [f"to fill in: {key}" for key in self.needed]
         lines += [f"not carried: {item.key}: {_short(item.value)}: {item.why}" for item in self.dropped]
         lines += [f"note: {remark}" for remark in self.remarks]
-        return "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(self.document, sort_keys=False, allow_unicode=True)
+        return "".join(f"# {line}\n" for line in lines) + dump_yaml(self.document)
 
 
 def convert(path: Path, system: str | None = None, overrides: Iterable[str] = ()) -> Converted:
@@ -78,26 +78,20 @@ def convert(path: Path, system: str | None = None, overrides: Iterable[str] = ()
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, max_bytes=MAX_RECIPE_BYTES)
     except FileNotFoundError:
         raise InputError("no such file", field="FILE", got=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", field="FILE", got=str(path)) from error
+    except UnicodeDecodeError as error:
         raise InputError(f"cannot be read: {error}", field="FILE", got=str(path)) from error
     try:
-        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise InputError(f"is no {kind}: {_where(error)}", field="FILE", got=str(path)) from error
+        document = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"is no JSON: {error}", field="FILE", got=str(path)) from error
     if not isinstance(document, dict):
         raise InputError("a configuration is a mapping", field="FILE", got=type(document).__name__)
     return document
-
-
-def _where(error: Exception) -> str:
-    """What is wrong and at which line, in one line."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
 
 
 def _system_of(document: Mapping[str, Any], path: Path) -> str:

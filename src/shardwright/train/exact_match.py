@@ -10,7 +10,8 @@ from pathlib import Path
 from shardwright.config.data import Source
 from shardwright.data.chat import load_chat_template
 from shardwright.data.conversation import Unusable
-from shardwright.data.sources import Broken, identify, list_files, read_files
+from shardwright.data.listing import list_files
+from shardwright.data.sources import Broken, identify, read_files
 from shardwright.data.supervision import Encoder
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import DataError

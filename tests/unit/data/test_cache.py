@@ -16,7 +16,7 @@ import pytest
 from shardwright.config.data import Source
 from shardwright.data import cache
 from shardwright.data.cache import build_once, cache_root, fingerprint
-from shardwright.data.sources import list_files
+from shardwright.data.listing import list_files
 from shardwright.errors import DataError
 from tests.unit.data.recipes import write_text
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.config.data import DataSection
 from shardwright.data.corpus import Corpus, Side, divide, weigh
-from shardwright.data.sources import list_files
+from shardwright.data.listing import list_files
 from shardwright.errors import DataError
 from tests.unit.data.recipes import story, write_json_lines, write_text
 

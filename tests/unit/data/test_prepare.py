@@ -15,6 +15,7 @@ from shardwright.config import Recipe
 from shardwright.data import assemble, sources
 from shardwright.data import prepare as prepare_module
 from shardwright.data.dataset import IGNORED_LABEL, TokenDataset, WindowDataset
+from shardwright.data.listing import list_files
 from shardwright.data.pack import PackedDataset
 from shardwright.data.prepare import Prepared, prepare
 from shardwright.data.tokenize import load_tokenizer
@@ -161,7 +162,7 @@ def test_reading_in_pieces_gives_the_ids_of_the_whole(tmp_path: Path, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(sources, "PIECE_CHARACTERS", 256)
             recipe = recipe_of(tmp_path / "pieces", path, tokenizer=tokenizer)
-            assert len(list(sources.read_files(sources.list_files(recipe.data.sources, "data.sources")))) > 20
+            assert len(list(sources.read_files(list_files(recipe.data.sources, "data.sources")))) > 20
             pieces = prepare(recipe)
         assert isinstance(whole.train, WindowDataset)
         assert isinstance(pieces.train, WindowDataset)

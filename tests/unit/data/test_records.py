@@ -12,8 +12,9 @@ import pytest
 
 from shardwright.config.data import Source
 from shardwright.data import records
+from shardwright.data.listing import list_files
 from shardwright.data.records import Row, read_rows
-from shardwright.data.sources import Broken, Piece, identify, list_files, read_files
+from shardwright.data.sources import Broken, Piece, identify, read_files
 from shardwright.errors import DataError
 
 ROWS: list[dict[str, Any]] = [{"a": "x" * 50, "b": [1, 2.5]}, {"a": "é\n}{"}, {"c": {"d": None}}, {"e": 1}]

@@ -1,0 +1,117 @@
+"""Files that a user names, opened and read within bounds of time and size whatever they turn out to be.
+
+Opening a FIFO waits for its writer, and reading a terminal or /dev/zero never ends. So only regular files are opened, and what is
+held as one text has a largest size. Every failure is an OSError with a `strerror` for people, which callers turn into their own
+errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import time
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+MAX_TEXT_BYTES = 256 * 1024**2
+"""Largest file that is read as one text, unless the caller says otherwise. A tokenizer.json takes up to some 40 MB."""
+_BLOCK_BYTES = 1 << 16
+
+FileKind = Literal["regular file", "folder", "FIFO", "socket", "character device", "block device", "absent"]
+
+_KINDS: tuple[tuple[int, FileKind], ...] = (
+    (stat.S_IFREG, "regular file"),
+    (stat.S_IFDIR, "folder"),
+    (stat.S_IFIFO, "FIFO"),
+    (stat.S_IFSOCK, "socket"),
+    (stat.S_IFCHR, "character device"),
+    (stat.S_IFBLK, "block device"),
+)
+
+
+def file_kind(path: str | Path) -> FileKind:
+    """Return what a path leads to, links followed, without opening it.
+
+    Raises:
+        OSError: the path cannot be followed: it is too long, its links form a loop, a folder on the way may not be entered.
+    """
+    try:
+        return _kind_of(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return "absent"
+    except ValueError as error:
+        raise _null_byte(path) from error
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; never waits.
+
+    Raises:
+        OSError: the file cannot be opened, or it is of another kind.
+    """
+    return os.fdopen(_open_kind(path, ("regular file",)), "rb")
+
+
+def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES, pipe_seconds: float = 0.0) -> str:
+    """Read a whole file as UTF-8; a byte-order mark is left out, and line ends become \\n.
+
+    Args:
+        pipe_seconds: longest silence of a pipe (`<(...)`, /dev/stdin) before it is an error. 0 refuses pipes.
+
+    Raises:
+        OSError: the file cannot be opened, is of another kind, is larger than `max_bytes`, or a pipe stays silent.
+        UnicodeDecodeError: the content is not UTF-8.
+    """
+    descriptor = _open_kind(path, ("regular file", "FIFO") if pipe_seconds else ("regular file",))
+    with os.fdopen(descriptor, "rb", buffering=0) as stream:
+        content = bytearray()
+        while len(content) <= max_bytes:
+            if pipe_seconds:
+                _wait_readable(descriptor, path, pipe_seconds)
+            block = stream.read(_BLOCK_BYTES)
+            if block is None:  # another reader of the pipe was faster
+                continue
+            if not block:
+                return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+            content += block
+    raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024:,} KiB, the most that is read", str(path))
+
+
+def _open_kind(path: str | Path, allowed: tuple[FileKind, ...]) -> int:
+    try:
+        # Without O_NONBLOCK opening a FIFO waits for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:
+        raise _null_byte(path) from error
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.EINVAL, "it is a socket or a device, not a regular file", str(path)) from error
+        raise
+    kind = _kind_of(os.fstat(descriptor).st_mode)
+    if kind in allowed:
+        return descriptor
+    os.close(descriptor)
+    if kind == "folder":
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+
+
+def _kind_of(mode: int) -> FileKind:
+    return next((kind for number, kind in _KINDS if stat.S_IFMT(mode) == number), "character device")
+
+
+def _wait_readable(descriptor: int, path: str | Path, seconds: float) -> None:
+    """Wait until a read would not block. Regular files are always ready."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if poll.poll(1000 * left):
+            return
+    raise OSError(errno.ETIMEDOUT, f"nobody wrote into this pipe for {seconds:g} s", str(path))
+
+
+def _null_byte(path: str | Path) -> OSError:
+    return OSError(errno.EINVAL, "the path holds a null byte", str(path))
