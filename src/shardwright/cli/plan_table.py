@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.cli.console import open_console
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _HIDDEN = ("hidden_tensor", "hidden_context", "hidden_expert", "hidden_pipeline"
 
 def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: float, console: Console | None = None) -> None:
     """Print everything that was found."""
-    console = console or Console()
+    console = console or open_console()
     shown = found.layouts or ((found.stated,) if found.stated else ())
     template = shown[0].candidate if shown else None
     batch = recipe.training.global_batch_size
