@@ -79,9 +79,11 @@ def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> Non
         _print_json({"whole": whole, "checkpoints": checked})
     else:
         for row in checked:
-            took = f"{format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
-            sys.stdout.write(f"{row['name']}: {'damaged' if row['faults'] else f'whole, {took}'}\n")
-            sys.stdout.writelines(f"  {fault}\n" for fault in row["faults"])
+            outcome = "damaged"  # a damaged manifest says no size
+            if not row["faults"]:
+                outcome = f"whole, {format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
+            sys.stdout.write(printable(f"{row['name']}: {outcome}\n"))
+            sys.stdout.writelines(printable(f"  {fault}\n") for fault in row["faults"])
     if not whole:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
