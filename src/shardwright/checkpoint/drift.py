@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 _SHOWN_CHARACTERS = 200
 """Of a value in a message: what was saved may be of any size."""
 

@@ -44,6 +44,8 @@ class Answer:
     sentences: tuple[str, ...]
     effort: Effort
     remedy: str | None = None
+    is_chosen_for_room: bool = False
+    """True if a layout as good as the chosen one or better is tight, and was passed over."""
     impossible: str | None = None
     """Why the recipe as it stands cannot run on so many devices, whatever their memory."""
 
@@ -83,6 +85,7 @@ def answer(
         sentences=tuple(explain(predictor, question, found)) if explained else (),
         effort=Effort(found.num_proven, found.num_predicted, found.num_too_large),
         remedy=None if found.chosen else _remedy(facts, cluster, efficiency, predictor, question),
+        is_chosen_for_room=found.with_room is not None,
         impossible=impossible,
     )
 

@@ -17,7 +17,7 @@ from shardwright.checkpoint.manifest import encode_values, parse_json
 from shardwright.checkpoint.verify import WholeCheckpoint
 from shardwright.cli.main import run as shardwright
 from shardwright.config import Recipe, dump_recipe
-from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.errors import CheckpointError
 from shardwright.telemetry.speaker import Speaker
 from shardwright.train import saving
 from shardwright.train.folder import RunFolder
@@ -148,8 +148,8 @@ def test_every_place_of_the_values(
     monkeypatch.setattr("shardwright.checkpoint.load.read_values", from_text)
     monkeypatch.setattr(saving, "newest_checkpoint", lambda _: found)
     monkeypatch.setattr(saving, "load_checkpoint", lambda *_: None)
-    refused = accepted = 0
-    for number, variant in enumerate(variants()):
+    refused = accepted = longest = 0
+    for variant in variants():
         given[0] = variant
         try:
             start = find_start(checked, run)
@@ -158,14 +158,14 @@ def test_every_place_of_the_values(
             saver.restore(start)
             saving.changes_since(start, checked)
             encode_values(saver.values() | {"optimizer": start.values.optimizer.model_dump()})
-        except ShardwrightError as error:
-            assert isinstance(error, CheckpointError), (number, error)
-            assert len(str(error)) < 10_000
+        except CheckpointError as error:
             refused += 1
+            longest = max(longest, len(str(error)))
         else:
             assert state.step == STEPS
             accepted += 1
     assert refused > 500
+    assert longest < 10_000
     assert accepted > 100  # hyperparameters, the recipe's changeable part, counts within their range
 
 
@@ -230,9 +230,7 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
         (rb'{"step": "\ud800"}', "not valid JSON"),
     ],
 )
-def test_json_that_cannot_be_taken(
-    folder: Path, capsys: pytest.CaptureFixture[str], text: bytes, problem: str
-) -> None:
+def test_json_that_cannot_be_taken(folder: Path, capsys: pytest.CaptureFixture[str], text: bytes, problem: str) -> None:
     original = json.dumps(values_of(folder)).encode()
     rewrite(folder, text)
     try:
