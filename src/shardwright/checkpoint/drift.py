@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_SHOWN_CHARACTERS = 200
+"""Of a value in a message: what was saved may be of any size."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -16,12 +19,17 @@ class Difference:
     current: Any
 
     def __str__(self) -> str:
-        return f"{self.field}: saved {self.saved!r}, now {self.current!r}"
+        return f"{self.field:.200}: saved {_shortened(self.saved)}, now {_shortened(self.current)}"
 
     def as_json(self) -> dict[str, Any]:
         """For a later reader; a side that is absent is left out."""
         sides = {"saved": self.saved, "current": self.current}
         return {"field": self.field} | {side: value for side, value in sides.items() if value is not ABSENT}
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class _Absent:

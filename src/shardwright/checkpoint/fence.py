@@ -20,6 +20,7 @@ from typing import Any
 
 from shardwright.checkpoint.commit import GENERATION, make_root
 from shardwright.checkpoint.disk import Disk, read_small, write_file
+from shardwright.checkpoint.manifest import parse_json
 from shardwright.checkpoint.place import Place
 from shardwright.checkpoint.remote import disk_of
 from shardwright.errors import CheckpointError
@@ -78,10 +79,13 @@ def _read(root: Place) -> tuple[int, str] | None:
     if not (root / GENERATION).is_file():
         return None
     try:
-        told = json.loads(read_small(root / GENERATION, 1000))
-        return int(told["generation"]), str(told["token"])
-    except (CheckpointError, ValueError, KeyError, TypeError):
+        claimed = parse_json(read_small(root / GENERATION, 1000), root / GENERATION)
+    except CheckpointError:
         return None
+    if not isinstance(claimed, dict):
+        return None
+    number, token = claimed.get("generation"), claimed.get("token")
+    return (number, token) if type(number) is int and 0 <= number < 2**62 and isinstance(token, str) else None
 
 
 class FencedDisk(Disk):

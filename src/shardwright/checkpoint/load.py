@@ -14,20 +14,18 @@ import torch
 import torch.distributed as dist
 
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.disk import open_regular, read_small
+from shardwright.checkpoint.disk import open_regular
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.header import StoredTensor, read_header
 from shardwright.checkpoint.manifest import (
     DTYPE_BYTES,
-    MAX_VALUES_BYTES,
-    VALUES_NAME,
     Manifest,
-    parse_json,
     parse_manifest,
     read_manifest_text,
 )
 from shardwright.checkpoint.pieces import DTYPE_NAMES, HeldTensor, Part, held_tensor
 from shardwright.checkpoint.place import BLOCK_BYTES, OpenFile, Place, place_of
+from shardwright.checkpoint.values import RunValues, parse_values, read_values_file
 from shardwright.checkpoint.verify import Refused, WholeCheckpoint, candidates, faults_of_files, faults_of_folder, share_of_files
 from shardwright.errors import CheckpointError, ShardwrightError
 
@@ -109,16 +107,25 @@ def read_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None = Non
     told: dict[str, Any] = {"values": {}, "fault": None}
     if ranks.is_first:
         try:
-            told["values"] = parse_json(read_small(found.path / VALUES_NAME, MAX_VALUES_BYTES), found.path / VALUES_NAME)
-            if not isinstance(told["values"], dict):
-                told["fault"] = f"{VALUES_NAME} holds no object"
+            told["values"] = read_values_file(found.path)
         except CheckpointError as error:
-            told["fault"] = error.problem
+            got = None if error.got is None else str(error.got)
+            told["fault"] = [error.problem, error.field, got, error.allowed, error.remedy]
     told = ranks.from_first(told)
     if told["fault"] is not None:
-        raise CheckpointError(told["fault"], field=str(found.path))
+        problem, field, got, allowed, remedy = told["fault"]
+        raise CheckpointError(problem, field=field, got=got, allowed=allowed, remedy=remedy)
     values: dict[str, Any] = told["values"]
     return values
+
+
+def read_run_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None = None) -> RunValues:
+    """Read and check the values of a checkpoint that training wrote; every rank of `group` calls this.
+
+    Raises:
+        CheckpointError: they cannot be read, or a field is not as training writes it. The same on every rank.
+    """
+    return parse_values(read_values(found, group=group), found.path, step=found.step)
 
 
 def load_checkpoint(

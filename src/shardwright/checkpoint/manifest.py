@@ -39,6 +39,8 @@ DTYPE_BYTES = {
 """Bytes per element of the dtypes that we store, by safetensors' names."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""The escape of a half of a pair; json.loads accepts one without the other."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -251,7 +253,7 @@ class _Reader:
 
 
 def parse_json(text: bytes, path: Place) -> Any:
-    """JSON in UTF-8 without doubled keys and without NaN; `path` is for messages.
+    """JSON in UTF-8 without doubled keys, lone surrogates, NaN and numbers beyond the range of a float; `path` is for messages.
 
     Raises:
         CheckpointError: it is not that.
@@ -266,8 +268,15 @@ def parse_json(text: bytes, path: Place) -> Any:
     def constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
 
+    def finite(number: str) -> float:
+        value = float(number)
+        return value if math.isfinite(value) else constant(number)
+
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant, parse_float=finite)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # raises UnicodeEncodeError for one without its partner
+        return value
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not valid JSON: {error!s:.200}", field=str(path.parent)) from error
 

@@ -8,24 +8,23 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from shardwright.checkpoint.commit import BEST, LATEST, StepFolder, in_order_of_trust, read_pointer, step_folders
-from shardwright.checkpoint.disk import read_small, sizes_in
+from shardwright.checkpoint.disk import sizes_in
 from shardwright.checkpoint.manifest import (
     MANIFEST_NAME,
-    MAX_VALUES_BYTES,
-    VALUES_NAME,
     Manifest,
     TensorEntry,
-    parse_json,
     read_manifest,
 )
 from shardwright.checkpoint.place import Place, place_of
+from shardwright.checkpoint.values import parse_values, read_values_file
 from shardwright.checkpoint.verify import verify_checkpoint
+from shardwright.cli.console import open_console
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.streams import printable
 from shardwright.errors import CheckpointError, ExitCode
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -66,7 +65,7 @@ def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
         told = [str(row.get(key, "")) for key in ("num_tensors", "world_size")]
         size = format_bytes(row["size_bytes"]) if "size_bytes" in row else ""
         table.add_row(row["name"], ", ".join(row["pointers"]), size, *told, row["problem"] or "")
-    Console().print(table)
+    open_console().print(table)
 
 
 @app.command("verify")
@@ -80,9 +79,11 @@ def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> Non
         _print_json({"whole": whole, "checkpoints": checked})
     else:
         for row in checked:
-            took = f"{format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
-            sys.stdout.write(f"{row['name']}: {'damaged' if row['faults'] else f'whole, {took}'}\n")
-            sys.stdout.writelines(f"  {fault}\n" for fault in row["faults"])
+            outcome = "damaged"  # a damaged manifest says no size
+            if not row["faults"]:
+                outcome = f"whole, {format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
+            sys.stdout.write(printable(f"{row['name']}: {outcome}\n"))
+            sys.stdout.writelines(printable(f"  {fault}\n") for fault in row["faults"])
     if not whole:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
@@ -93,11 +94,12 @@ def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> No
     place = place_of(path)
     folder = place if _is_checkpoint(place) else in_order_of_trust(_root_of(place))[0].path
     manifest = read_manifest(folder)
-    values = parse_json(read_small(folder / VALUES_NAME, MAX_VALUES_BYTES), folder / VALUES_NAME)
+    values = read_values_file(folder)
+    parse_values(values, folder, step=manifest.step)
     if json_output:
         _print_json(_inspected(folder, manifest, values))
         return
-    console = Console()
+    console = open_console()
     console.print(
         f"{folder}: step {manifest.step}, saved by {manifest.world_size} ranks, {manifest.written_by}; "
         f"{len(manifest.tensors)} tensors of {format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}",
@@ -132,10 +134,15 @@ def _inspected(folder: Place, manifest: Manifest, values: Any) -> dict[str, Any]
 def _verified(folder: Place, *, quiet: bool) -> dict[str, Any]:
     """One checkpoint's faults, with a bar on standard error while it is hashed."""
     began = time.monotonic()
-    console = Console(stderr=True, quiet=quiet)
-    columns = (TextColumn(folder.name), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    console = open_console(stderr=True, quiet=quiet)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("hashing", total=_size_on_disk(folder))
+        task = progress.add_task(printable(folder.name), total=_size_on_disk(folder))
         manifest, faults = verify_checkpoint(folder, on_block=lambda count: progress.advance(task, count))
     return {
         "name": folder.name,

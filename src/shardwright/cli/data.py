@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.bar import Bar
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from shardwright.architecture import FAMILIES, read_config, read_content
+from shardwright.cli.console import open_console
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.progress import data_progress
 from shardwright.config import Recipe, load_recipe
@@ -79,7 +80,7 @@ def data_command(
     if json_output:
         sys.stdout.write(json.dumps(as_json(checked, prepared, length, shown), ensure_ascii=False) + "\n")
     else:
-        Console(highlight=False).print(render(checked, prepared, length, shown))
+        open_console(highlight=False).print(render(checked, prepared, length, shown))
 
 
 def _reader_of(recipe: Recipe) -> ReadShape:
@@ -259,7 +260,7 @@ def _sides(recipe: Recipe, prepared: Prepared) -> Table:
         table.add_column(name, justify="right")
     length = recipe.training.sequence_length
 
-    def row(label: str, *values: str) -> None:
+    def row(label: str, *values: str | Text) -> None:
         table.add_row(Text(label, style="dim"), *values)
 
     found = list(sides.values())
@@ -280,11 +281,11 @@ def _sides(recipe: Recipe, prepared: Prepared) -> Table:
         ("pieces with nothing to learn", [side.num_unsupervised_pieces for side in found]),
     ):
         if any(counts):
-            row(label, *(f"[yellow]{count:,}[/]" if count else "0" for count in counts))
+            row(label, *(Text(f"{count:,}", "yellow") if count else "0" for count in counts))
     if any(side.counts.num_weighted for side in found):
         row("tokens of another loss weight than 1", *(f"{side.counts.num_weighted:,}" for side in found))
     if any(side.counts.num_unknown for side in found):
-        row("unknown tokens", *(f"[yellow]{side.counts.num_unknown:,}[/]" for side in found))
+        row("unknown tokens", *(Text(f"{side.counts.num_unknown:,}", "yellow") for side in found))
     return table
 
 

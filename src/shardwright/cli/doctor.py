@@ -153,14 +153,13 @@ def _resolve(section: LayoutSection | None, world_size: int) -> Layout:
 
 
 def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, html: Path | None, json_output: bool) -> None:
-    from rich.console import Console
-
+    from shardwright.cli.console import open_console
     from shardwright.cli.doctor_table import show
     from shardwright.hardware import save_profile
     from shardwright.probe.calibrate import profile_of
     from shardwright.report.diagnosis import render_diagnosis
 
-    console = Console(stderr=json_output)
+    console = open_console(stderr=json_output)
     told = diagnosis.as_dict()
     show(diagnosis.findings, console)
     if html is not None:
@@ -186,15 +185,14 @@ def _check_recipe(
     path: Path, overrides: list[str] | None, layout: str | None, nproc: int | None, *, html: Path | None, json_output: bool
 ) -> None:
     checked = load_recipe(path, overrides or [], layout)
-    from rich.console import Console
-
+    from shardwright.cli.console import open_console
     from shardwright.cli.doctor_table import show
     from shardwright.probe.checklist import check_recipe
     from shardwright.report.diagnosis import render_diagnosis
 
     world_size = nproc or _usual_ranks(None if checked.layout.auto else checked.layout, "auto")
     findings = check_recipe(checked, world_size, str(path))
-    show(findings, Console(stderr=json_output))
+    show(findings, open_console(stderr=json_output))
     if html is not None:
         write_page(html, render_diagnosis(f"Checklist: {checked.name}", f"{path} on {world_size} ranks", findings))
     told = {"schema_version": 1, "recipe": checked.name, "world_size": world_size, "findings": [f.as_dict() for f in findings]}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import typer
 
 from shardwright import __version__
+from shardwright.cli.streams import escape_unencodable, printable
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 
@@ -66,6 +67,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Errors of ours are one message, anything else a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words
+    escape_unencodable()
     try:
         left = build_app(next((word for word in words if not word.startswith("-")), None))(words, standalone_mode=False)
         if left == _INTERRUPTED:
@@ -97,7 +99,7 @@ def _end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:
 def _tell(error: ShardwrightError, *, as_json: bool) -> None:
     """The error on standard error, and as an object on standard output under --json."""
     label = "stopped" if error.exit_code == ExitCode.PREEMPTED else "error"
-    sys.stderr.write(f"{label}: {error}\n")
+    sys.stderr.write(f"{label}: {printable(str(error))}\n")
     if as_json:
         told: dict[str, object] = {"kind": type(error).__name__, "message": str(error), "exit_code": int(error.exit_code)}
         if isinstance(error, InputError):

@@ -104,10 +104,12 @@ def plan_command(
     if json_output:
         told = {"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"emitted": written, "seconds": seconds}
         sys.stdout.write(json.dumps(told) + "\n")
+        _warn(found)
     elif written is not None and out is None:
         if found.precision_reason is not None:
             sys.stderr.write(f"precision auto: {found.precision_reason}\n")
         sys.stdout.write(written["text"])
+        _warn(found)
     else:
         from shardwright.cli.plan_table import show
 
@@ -119,6 +121,12 @@ def plan_command(
             got=f"{where.num_gpus} GPUs of {where.accelerator.memory_bytes / 2**30:.0f} GiB",
             remedy=found.remedy,
         )
+
+
+def _warn(found: Answer) -> None:
+    """Say on standard error that the chosen layout is tight; the table says it itself."""
+    if found.chosen is not None and found.chosen.warning is not None:
+        sys.stderr.write(f"warning: the chosen layout {found.chosen.warning}\n")
 
 
 def _check_emit(system: str | None, out: Path | None) -> None:
@@ -188,6 +196,8 @@ def _counts(text: str | None) -> tuple[int, ...]:
 
 
 def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
+    from shardwright.planner.prediction import MEMORY_ERROR_SHARE
+
     steps = recipe.training.max_steps
     chosen = found.chosen
 
@@ -207,6 +217,8 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
         },
         "num_steps": steps,
         "chosen": None if chosen is None else told(chosen),
+        "memory_error_share": MEMORY_ERROR_SHARE,
+        "warning": None if chosen is None or chosen.warning is None else f"the chosen layout {chosen.warning}",
         "layouts": [told(prediction) for prediction in found.layouts],
         "as_the_recipe_has_it": None if found.stated is None else told(found.stated),
         "why_not_as_the_recipe_has_it": found.impossible,

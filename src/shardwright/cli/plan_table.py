@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.cli.console import open_console
+from shardwright.planner.prediction import MEMORY_ERROR_SHARE
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ _HIDDEN = ("hidden_tensor", "hidden_context", "hidden_expert", "hidden_pipeline"
 
 def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: float, console: Console | None = None) -> None:
     """Print everything that was found."""
-    console = console or Console()
+    console = console or open_console()
     shown = found.layouts or ((found.stated,) if found.stated else ())
     template = shown[0].candidate if shown else None
     batch = recipe.training.global_batch_size
@@ -82,10 +84,17 @@ def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
     if found.chosen is not None:
         chosen = found.chosen
         where = "" if chosen is found.layouts[0] else ": of those within 3% of the fastest the one that is cut least"
+        if found.is_chosen_for_room:
+            where = f": the best with room for {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
         console.print(f"chosen: {chosen.candidate.describe()}{where}", style="green", highlight=False)
+        if chosen.warning is not None:
+            console.print(f"warning: the chosen layout {chosen.warning}", style="yellow", highlight=False)
     if found.stated is not None:
         told = "as the recipe has it" + ("" if found.stated.fits else ", which does not fit")
         console.print(f"=: {told}", highlight=False)
+    if any(prediction.is_tight for _, prediction in _numbered(found)):
+        told = f"tight: fits, but not with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
+        console.print(told, highlight=False)
     if any(not prediction.candidate.runnable for prediction in found.layouts):
         console.print("*: predicted only; `train` cannot run it", highlight=False)
 
@@ -101,12 +110,16 @@ def _numbered(found: Answer) -> list[tuple[str, Prediction]]:
 def _layout_row(number: str, prediction: Prediction, steps: int | None) -> list[str]:
     candidate = prediction.candidate
     batch = f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}"
-    cells = [number, candidate.describe() + ("" if candidate.runnable else " *"), batch, candidate.recompute]
+    cells = [number, candidate.describe() + _mark(prediction), batch, candidate.recompute]
     cells += [format_count(prediction.tokens_per_second), f"{prediction.model_flops_utilisation:.1%}"]
     cells += [format_seconds(prediction.time.step), f"{prediction.memory.total / GIB_BYTES:.1f}"]
     if steps is not None:
         cells += [f"{prediction.days(steps):.3g}", format_count(prediction.gpu_hours(steps))]
     return cells
+
+
+def _mark(prediction: Prediction) -> str:
+    return ("" if prediction.candidate.runnable else " *") + (" (tight)" if prediction.is_tight else "")
 
 
 def _show_parts(console: Console, found: Answer, title: str, columns: list[str], row: object) -> None:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from shardwright.cli.console import open_console
 from shardwright.data.prepare import Progress as OnProgress
 
 
@@ -18,8 +18,8 @@ def data_progress() -> Iterator[OnProgress]:
 
     What the data rooms log meanwhile is held back: what matters of it is told afterwards.
     """
-    columns = (TextColumn("{task.description:28}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:28}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = open_console(stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: dict[str, TaskID] = {}
 

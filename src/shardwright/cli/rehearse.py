@@ -42,9 +42,9 @@ def rehearse_command(
     """Run one real optimizer step of each role on tensors without memory: peak bytes, every collective, and whether they meet."""
     settings = [f"layout.{key}={json.dumps(value)}" for key, value in parse_layout(layout).items()] if layout else []
     checked = load_recipe(recipe, [*(overrides or []), *settings])
-    from rich.console import Console
+    from shardwright.cli.console import open_console
 
-    console = Console(stderr=json_output)
+    console = open_console(stderr=json_output)
     result = rehearse_and_show(checked, world_size, console, each_rank=each_rank, list_all=collectives)
     if json_output:
         sys.stdout.write(json.dumps(result.as_dict()) + "\n")

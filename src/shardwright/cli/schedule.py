@@ -150,14 +150,14 @@ def _as_dict(schedule: Schedule, proof: Proof, timeline: Timeline) -> dict[str, 
 
 def _show(schedule: Schedule, proof: Proof, timeline: Timeline, *, drawn: bool) -> None:
     """Picture and numbers on standard output, or, beside JSON, the warning alone on standard error."""
-    from rich.console import Console
+    from shardwright.cli.console import open_console
 
     p, m = schedule.num_ranks, schedule.num_micro_batches
-    console = Console(stderr=not drawn, highlight=False)
+    console = open_console(stderr=not drawn, highlight=False)
     if drawn:
         from shardwright.schedule.drawing import draw
 
-        console.print(f"{schedule}: complete, in order, no deadlock", markup=False)
+        console.print(f"{schedule}: complete, in order, no deadlock")
         console.print(draw(timeline, console.width), soft_wrap=True, end="")
         lines = [
             ("utilisation", f"{timeline.utilisation:.1%}; m / (m + p - 1) = {m} / {m + p - 1} = {m / (m + p - 1):.1%}"),
@@ -170,9 +170,9 @@ def _show(schedule: Schedule, proof: Proof, timeline: Timeline, *, drawn: bool) 
             ("messages", f"{proof.num_transfers} a step"),
         ]
         for what, told in lines:
-            console.print(f"{what:<12} {told}", markup=False, soft_wrap=True)
+            console.print(f"{what:<12} {told}", soft_wrap=True)
     if (warning := schedule.warning()) is not None:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
 
 
 def _unit_of(schedule: Schedule) -> str:

@@ -90,13 +90,12 @@ def _rehearse(checked: Recipe, world_size: int, *, started: bool) -> None:
             got=f"{world_size} ranks of a launcher",
             remedy="Run `shardwright rehearse` once before the launcher, or let `train --nproc` start the ranks",
         )
-    from rich.console import Console
-
+    from shardwright.cli.console import open_console
     from shardwright.cli.rehearse import rehearse_and_show
     from shardwright.planner.automatic import cluster_of
 
     memory_bytes = None if checked.cluster is None else cluster_of(checked.cluster, world_size).accelerator.memory_bytes
-    result = rehearse_and_show(checked, world_size, Console(stderr=True))
+    result = rehearse_and_show(checked, world_size, open_console(stderr=True))
     if result.disagreement is not None:
         raise CheckFailed(f"ranks disagree: {result.disagreement}")
     if memory_bytes is not None and result.peak_bytes > memory_bytes:

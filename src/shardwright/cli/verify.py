@@ -18,6 +18,7 @@ from shardwright.errors import CheckFailed, ExitCode, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from shardwright.verify.cases import Dtype
     from shardwright.verify.matrix import CellResult, Report
@@ -74,8 +75,7 @@ def verify_command(
         raise InputError("a recipe is missing", field="RECIPE", remedy="Name a YAML file, or verify small models with --all")
     checked = load_recipe(recipe, overrides or [])
     # Torch comes in only now: a wrong recipe is told at once.
-    from rich.console import Console
-
+    from shardwright.cli.console import open_console
     from shardwright.train.automatic import choose_planned_precision
     from shardwright.verify.cases import choose_cases, choose_foreign_cases, choose_layouts, cut_shape
     from shardwright.verify.matrix import verify
@@ -85,7 +85,7 @@ def verify_command(
     chosen = choose_layouts(layouts or [], nproc, checked.layout)
     shape = cut_shape(_read(checked), num_layers=num_layers, hidden_size=hidden_size)
     cases = (choose_foreign_cases if isinstance(shape, ForeignShape) else choose_cases)(shape.tied_embeddings, full=full)
-    console = Console(stderr=json_output)
+    console = open_console(stderr=json_output)
     if (choice := choose_planned_precision(checked)) is not None:
         console.print(f"precision {choice}; gradients are compared in {' and '.join(dtypes)} all the same", highlight=False)
     if checked.model.compile:
@@ -133,8 +133,7 @@ def _read(recipe: Recipe) -> ModelShape:
 
 def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) -> None:
     """Every cell of the matrix as a row of its own, as it comes."""
-    from rich.console import Console
-
+    from shardwright.cli.console import open_console
     from shardwright.verify.grid import all_cells
     from shardwright.verify.matrix import SCHEMA_VERSION, GridRow, verify_grid
     from shardwright.verify.pool import RankPool
@@ -143,17 +142,17 @@ def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) 
         raise InputError(
             "the matrix brings its own models", field="RECIPE", got=str(recipe), remedy="Leave it out, or leave --all out"
         )
-    console = Console(stderr=json_output)
+    console = open_console(stderr=json_output)
 
     def tell(row: GridRow) -> None:
         cell, result = row.cell, row.result
         where = f"{cell.model:6} {cell.layout!s:62} {cell.case!s:56}"
         if result is None:
-            console.print(f"{where} refused: {cell.refusal}", style="dim", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{where} refused: {cell.refusal}", style="dim", highlight=False, soft_wrap=True)
             return
         error = max((finding.error for finding in result.findings if finding.allowed > 0.0), default=float("nan"))
         outcome = f"{error:.1e} pass" if row.passed else f"{error:.1e} FAIL {result.failure or _failed(result)}"
-        console.print(f"{where} {outcome}", style="" if row.passed else "red", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{where} {outcome}", style="" if row.passed else "red", highlight=False, soft_wrap=True)
 
     with RankPool(timeout_seconds=300.0) as pool:
         rows = verify_grid(all_cells(most_ranks), pool, told=tell)
@@ -197,9 +196,9 @@ def _show(report: Report, console: Console) -> None:
         for finding in cell.findings:
             if not finding.passed:
                 told = f"{finding.quantity}, {finding.subject}: error {finding.error:.2e}, allowed {finding.allowed:.0e}"
-                console.print(f"fails: {where}: {told}", style="red", markup=False, highlight=False)
+                console.print(f"fails: {where}: {told}", style="red", highlight=False)
         if cell.failure:
-            console.print(f"fails: {where}: {cell.failure}", style="red", markup=False, highlight=False)
+            console.print(f"fails: {where}: {cell.failure}", style="red", highlight=False)
 
 
 def _worst(cells: list[CellResult]) -> tuple[str, str]:
@@ -211,6 +210,8 @@ def _worst(cells: list[CellResult]) -> tuple[str, str]:
     return f"{worst.quantity}: {worst.subject}", f"{worst.error:.1e}"
 
 
-def _verdict(cells: list[CellResult]) -> str:
-    passed = sum(cell.passed for cell in cells)
-    return f"[green]{passed} pass[/]" if passed == len(cells) else f"[red]{len(cells) - passed} of {len(cells)} fail[/]"
+def _verdict(cells: list[CellResult]) -> Text:
+    from rich.text import Text
+
+    failed = sum(not cell.passed for cell in cells)
+    return Text(f"{failed} of {len(cells)} fail", "red") if failed else Text(f"{len(cells)} pass", "green")

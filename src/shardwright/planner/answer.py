@@ -54,6 +54,8 @@ class Answer:
     remedy: str | None = None
     precision_reason: str | None = None
     """Why `precision: auto` came to the layouts' precision; None where the precision is named."""
+    is_chosen_for_room: bool = False
+    """True if a layout as good as the chosen one or better is tight, and was passed over."""
     impossible: str | None = None
     """Why the recipe as it stands cannot run on so many devices, whatever their memory."""
 
@@ -96,6 +98,7 @@ def answer(
         effort=Effort(found.num_proven, found.num_predicted, found.num_too_large),
         remedy=None if found.chosen else _remedy(facts, cluster, efficiency, predictor, question),
         precision_reason=None if choice is None else choice.reason,
+        is_chosen_for_room=found.with_room is not None,
         impossible=impossible,
     )
 

@@ -10,7 +10,7 @@ from shardwright.config.schema import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Adapter, Candidate
 from shardwright.planner.predict import Predictor
-from shardwright.planner.prediction import Prediction
+from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.rejections import why_not_at_all
 from shardwright.planner.rules import divisors
 from shardwright.planner.search import Found, search
@@ -39,6 +39,14 @@ def explain(predictor: Predictor, question: Question, found: Found) -> list[str]
 def _chosen(found: Found) -> str | None:
     chosen, fastest = found.chosen, found.predictions[0]
     assert chosen is not None
+    if found.with_room is not None and found.best is not None:
+        passed_over = found.best
+        return (
+            f"{passed_over.candidate.describe()} would take {format_seconds(passed_over.time.step)} a step and "
+            f"{format_bytes(passed_over.memory.total)} of {format_bytes(chosen.memory_capacity_bytes)}; "
+            f"{chosen.candidate.describe()} takes {format_seconds(chosen.time.step)} and {format_bytes(chosen.memory.total)}, "
+            f"which leaves room for {MEMORY_ERROR_SHARE:.0%} more memory than predicted."
+        )
     if chosen is fastest:
         return f"{chosen.candidate.describe()} is the fastest of all that fit."
     slower = chosen.time.step / fastest.time.step - 1

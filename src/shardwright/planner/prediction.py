@@ -6,6 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwright.planner.candidate import Candidate
+from shardwright.units import format_bytes
+
+MEMORY_ERROR_SHARE = 0.10
+"""How much more memory than predicted a run may take: nine of ten published runs take at most this share more
+(docs/planning-accuracy.md, "Room for the error in memory")."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,21 @@ class Prediction:
         return self.memory.total <= self.memory_capacity_bytes
 
     @property
+    def is_tight(self) -> bool:
+        """True if it fits, but not with `MEMORY_ERROR_SHARE` more memory than predicted."""
+        return self.fits and self.memory.total * (1 + MEMORY_ERROR_SHARE) > self.memory_capacity_bytes
+
+    @property
+    def warning(self) -> str | None:
+        """Say by how much a tight prediction may be off. None where there is room for the error."""
+        if not self.is_tight:
+            return None
+        return (
+            f"may run out of memory: {format_bytes(self.memory.total)} of {format_bytes(self.memory_capacity_bytes)} predicted, "
+            f"and one run in ten takes over {MEMORY_ERROR_SHARE:.0%} more than predicted"
+        )
+
+    @property
     def tokens_per_second(self) -> float:
         """Over the whole cluster."""
         return self.candidate.global_batch_tokens / self.time.step
@@ -148,6 +168,7 @@ class Prediction:
             "runnable": candidate.runnable,
             "num_gpus": self.num_gpus,
             "fits": self.fits,
+            "tight": self.is_tight,
             "memory_bytes": asdict(self.memory) | {"total": self.memory.total, "capacity": self.memory_capacity_bytes},
             "step_seconds": asdict(self.time) | {"total": self.time.step},
             "tokens_per_second": self.tokens_per_second,

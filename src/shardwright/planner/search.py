@@ -32,7 +32,7 @@ from shardwright.planner.memory import StageLoad, Standing, predict_memory, stan
 from shardwright.planner.partial import ChosenHow, Kept, Pipelines, Scheduled, with_least
 from shardwright.planner.pipeline import PipelineShape, was_simulated
 from shardwright.planner.predict import Predictor
-from shardwright.planner.prediction import Prediction
+from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.rules import schedules_for
 from shardwright.planner.space import PLAIN, Degrees, How, Question, Sharding, Space
 from shardwright.planner.step import LayerCosts
@@ -59,9 +59,16 @@ class Found:
     num_too_large: int = 0
     least_bytes: float = float("inf")
     """The smallest need among those that did not fit."""
+    with_room: Prediction | None = None
+    """The best with room for the error in memory, where the best of all is tight. Not necessarily among `predictions`."""
 
     @property
     def chosen(self) -> Prediction | None:
+        """The layout to recommend. A tight one only where none has room for the error in memory."""
+        return self.with_room or self.best
+
+    @property
+    def best(self) -> Prediction | None:
         """The fewest cuts among those within `SAME_SHARE` of the fastest; of equal ones the fastest."""
         if not self.predictions:
             return None
@@ -85,14 +92,21 @@ def key_of(candidate: Candidate) -> tuple[int, ...]:
 
 
 def search(predictor: Predictor, question: Question, *, top: int = 10, patience: int = PATIENCE) -> Found:
-    """The best layout that fits, and the simplest that is as good, proven; and the next best, `top` of them.
+    """The best layout that fits, and the simplest that is as good, proven; and the next best, `top` of them. Where that best one
+    is tight, the best with room for the error in memory is searched for, too.
 
     Args:
         patience: choices that are opened for the rest of the table once the best is known; when they are used up, the table is
             filled with what was predicted on the way. `Found.num_proven` says where the proof ends.
     """
     with _no_collection():
-        return _Search(predictor, question).run(top, patience)
+        found = _Search(predictor, question, predictor.capacity).run(top, patience)
+        if found.best is not None and found.best.is_tight:
+            # A search of its own: of one key the fastest may be tight, and another micro batch or recomputation may not.
+            capacity = predictor.capacity / (1 + MEMORY_ERROR_SHARE)
+            best = _Search(predictor, question, capacity).run(1, patience).best
+            found.with_room = next((known for known in found.predictions if known == best), best)
+        return found
 
 
 @contextmanager
@@ -111,7 +125,8 @@ def _no_collection() -> Iterator[None]:
 class _Search:
     """One search; `heap` holds (bound, cuts, number, what to do when it is the least)."""
 
-    def __init__(self, predictor: Predictor, question: Question) -> None:
+    def __init__(self, predictor: Predictor, question: Question, capacity: float) -> None:
+        self.capacity = capacity
         self.predictor, self.question, self.facts = predictor, question, predictor.facts
         self.space = Space(predictor.facts, question, predictor.cluster.domain_size)
         self.found = Found()
@@ -313,7 +328,7 @@ class _Search:
         return self._fits(num_bytes * (1 + efficiency.reserve_share) + beside)
 
     def _fits(self, num_bytes: float) -> bool:
-        if num_bytes <= self.predictor.capacity:
+        if num_bytes <= self.capacity:
             return True
         self.found.num_too_large += 1
         self.found.least_bytes = min(self.found.least_bytes, num_bytes)

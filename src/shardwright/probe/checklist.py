@@ -182,8 +182,8 @@ def _check_memory(case: Case) -> Iterator[Finding]:
         yield Finding("layout", "memory", "warn", "not predicted: the recipe names no cluster and no known GPU is here", remedy)
         return
     total, capacity = prediction.memory.total, prediction.memory_capacity_bytes
-    verdict: Verdict = "pass" if total <= 0.95 * capacity else "warn" if total <= capacity else "fail"
-    told = f"{format_bytes(total)} predicted of {format_bytes(capacity)} a device"
+    verdict: Verdict = "warn" if prediction.is_tight else "pass" if prediction.fits else "fail"
+    told = prediction.warning or f"{format_bytes(total)} predicted of {format_bytes(capacity)} a device"
     cluster = case.recipe.cluster.node if case.recipe.cluster else "..."
     remedy = "" if verdict == "pass" else f"shardwright plan {case.path} --cluster {cluster}: the cheapest change that fits"
     yield Finding("layout", "memory", verdict, told, remedy, {"predicted_bytes": total, "capacity_bytes": capacity})

@@ -43,6 +43,8 @@ def render_plan(name: str, cluster: Cluster, found: Answer) -> str:
     if found.sentences:
         reasons = Table(("why",), tuple((sentence,) for sentence in found.sentences), words=True)
         panels.append(Panel("why", "Why", "", {}, reasons, wide=True, open_table=True))
+    if chosen is not None and chosen.warning is not None:
+        lead += f" The chosen layout {chosen.warning}."
     if chosen is None:
         lead += f" Nothing fits. {found.remedy or ''}"
     return render_page_of(f"Plan: {name}", lead, panels, facts=facts)
@@ -54,7 +56,7 @@ def _layouts(layouts: Sequence[Prediction]) -> Panel | None:
     rows = tuple(
         (
             p.candidate.describe(), format_count(p.tokens_per_second), f"{p.model_flops_utilisation:.1%}",
-            format_seconds(p.time.step), format_bytes(p.memory.total), "yes" if p.fits else "no",
+            format_seconds(p.time.step), format_bytes(p.memory.total), "tight" if p.is_tight else "yes" if p.fits else "no",
         )
         for p in layouts
     )  # fmt: skip

@@ -102,7 +102,7 @@ class Terminal:
     """
 
     def __init__(self, stream: TextIO, *, width: int | None = None) -> None:
-        self._console = Console(file=stream, width=width, highlight=False)
+        self._console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
         self._progress = Progress()
         self._line = StatusLine(self._progress)
         self._live: Live | None = None

@@ -46,6 +46,8 @@ def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
         format_count(prediction.tokens_per_second),
         format_bytes(prediction.memory.total),
     )
+    if prediction.warning is not None:
+        logger.warning("layout auto: nothing fits with room to spare, and the chosen layout %s", prediction.warning)
     return chosen.model_copy(update={"cluster": section})
 
 

@@ -14,11 +14,12 @@ from shardwright.checkpoint.commit import Keep, step_folders
 from shardwright.checkpoint.drift import Difference, differences, split_allowed
 from shardwright.checkpoint.exchange import Ranks
 from shardwright.checkpoint.fence import SHUT_OUT, Fence, FencedDisk
-from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, open_checkpoint, read_values
+from shardwright.checkpoint.load import WholeCheckpoint, load_checkpoint, newest_checkpoint, open_checkpoint, read_run_values
 from shardwright.checkpoint.pieces import Part
 from shardwright.checkpoint.place import Place
 from shardwright.checkpoint.remote import disk_of
 from shardwright.checkpoint.save import SavedCheckpoint
+from shardwright.checkpoint.values import RunValues
 from shardwright.errors import CheckpointError, SaveFailed
 from shardwright.optim.cut import Moment
 from shardwright.optim.state import load_optimizer_values, optimizer_moments, optimizer_values
@@ -28,6 +29,8 @@ from shardwright.train.preflight import FIXED_TRAINING, Checked
 from shardwright.train.setup import TrainState
 
 logger = logging.getLogger(__name__)
+
+_SHOWN_DIFFERENCES = 20
 
 FIXED_FIELDS = {
     "model": "its tensors have other shapes or meanings",
@@ -45,7 +48,7 @@ class ResumeFrom:
     """A whole checkpoint of the same run, its values, and the drift that was allowed by name."""
 
     checkpoint: WholeCheckpoint
-    values: dict[str, Any]
+    values: RunValues
     allowed: tuple[Difference, ...] = ()
 
 
@@ -63,11 +66,12 @@ def find_start(checked: Checked, folder: RunFolder, allow_drift: Sequence[str] =
         if folder.has_checkpoints:
             raise CheckpointError("no whole checkpoint to resume from", field="run.dir", got=str(folder.checkpoints))
         return None
-    values = read_values(found)
-    allowed, refused = split_allowed(differences(values["run"], checked.drift_fields), allow_drift, FIXED_FIELDS)
+    values = read_run_values(found)
+    allowed, refused = split_allowed(differences(values.run.as_saved(), checked.drift_fields), allow_drift, FIXED_FIELDS)
     if refused:
+        more = f"; {len(refused) - _SHOWN_DIFFERENCES} more" if len(refused) > _SHOWN_DIFFERENCES else ""
         raise CheckpointError(
-            f"the recipe is no longer that of the run: {'; '.join(refused)}",
+            f"the recipe is no longer that of the run: {'; '.join(refused[:_SHOWN_DIFFERENCES])}{more}",
             field="--resume",
             remedy="Undo the change, start a new run (--run-dir), or go on all the same (--allow-drift FIELD)",
         )
@@ -76,7 +80,7 @@ def find_start(checked: Checked, folder: RunFolder, allow_drift: Sequence[str] =
 
 def changes_since(start: ResumeFrom, checked: Checked) -> list[Difference]:
     """What has changed in the recipe that a resumed run may change: to be told, not refused."""
-    return differences(start.values["recipe"], _changeable(checked))
+    return differences(start.values.recipe, _changeable(checked))
 
 
 def _changeable(checked: Checked) -> dict[str, Any]:
@@ -239,15 +243,16 @@ class Saver:
         found, values = start.checkpoint, start.values
         load_checkpoint(found, self.tensors())
         state = self.state
-        state.step = int(values["step"])
-        state.skipped_in_a_row = int(values["skipped_in_a_row"])
-        state.steps_left_out = int(values.get("steps_left_out", 0))  # older checkpoints left nothing out
-        state.evaluation_due = bool(values["evaluation_due"])
-        state.best_loss = math.inf if values["best_loss"] is None else float(values["best_loss"])
-        load_optimizer_values(state.optimizer, values["optimizer"], trainable=state.model.trainable)
-        if state.scaler is not None and values["loss_scaler"] is not None:
-            state.scaler.load_state_dict(values["loss_scaler"])
-        self.drift = [*values.get("drift", []), *({"step": state.step, **told.as_json()} for told in start.allowed)]
+        state.step = values.step
+        state.skipped_in_a_row = values.skipped_in_a_row
+        state.steps_left_out = values.steps_left_out
+        state.evaluation_due = values.evaluation_due
+        state.best_loss = math.inf if values.best_loss is None else values.best_loss
+        load_optimizer_values(state.optimizer, values.optimizer.model_dump(), trainable=state.model.trainable)
+        if state.scaler is not None and values.loss_scaler is not None:
+            state.scaler.load_state_dict(values.loss_scaler.model_dump())
+        before = [drift.model_dump() for drift in values.drift]
+        self.drift = [*before, *({"step": state.step, **told.as_json()} for told in start.allowed)]
         self.speaker.write("resumed", step=state.step, path=str(found.path))
         if found.refused:
             lost = "; ".join(map(str, found.refused))
@@ -263,7 +268,7 @@ class Saver:
         if found is None:
             return False
         from_step, read_until = state.step, state.step + state.steps_left_out
-        self.restore(ResumeFrom(found, read_values(found)))
+        self.restore(ResumeFrom(found, read_run_values(found)))
         first = state.step + state.steps_left_out
         state.steps_left_out = read_until - state.step
         self.speaker.write(

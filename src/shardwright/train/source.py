@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from shardwright.architecture import AdapterShape, ModelShape
 from shardwright.checkpoint.commit import BEST, LATEST, read_pointer, step_folders
-from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint, read_tensor, read_values
+from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint, read_run_values, read_tensor
 from shardwright.checkpoint.place import Place
+from shardwright.checkpoint.values import RunIdentity
 from shardwright.checkpoint.verify import WholeCheckpoint
 from shardwright.config import Recipe
 from shardwright.config.model import ModelSection
@@ -119,9 +120,9 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
     recipe = folder.load_recipe()
     shape = read_shape(folder.config, recipe.model.model_copy(update={"dropout": "off"}))
     found = find_checkpoint(folder.checkpoints, checkpoint)
-    values = read_values(found)
-    shape = replace(shape, adapters=_adapters_of(values))
-    base = None if shape.adapters is None else open_base(recipe, shape, values["run"]["base"])
+    run = read_run_values(found).run
+    shape = replace(shape, adapters=_adapters_of(run))
+    base = None if run.adapters is None or run.base is None else open_base(recipe, shape, run.base)
     stored = {name for name in found.manifest.tensors if name.startswith(MODEL_PREFIX)}
     specs = [spec for spec in shape.parameters() if base is None or spec.part is not None]
     wanted = {f"{MODEL_PREFIX}{spec.name}": spec.shape for spec in specs}
@@ -150,10 +151,11 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
     )
 
 
-def _adapters_of(values: Mapping[str, Any]) -> AdapterShape | None:
+def _adapters_of(run: RunIdentity) -> AdapterShape | None:
     """The adapters that a checkpoint holds, by its own words: the folder that they may have begun from need not be there still."""
-    told = values.get("run", {}).get("adapters")
-    return None if told is None else AdapterShape(**(told | {"modules": frozenset(told["modules"])}))
+    if run.adapters is None:
+        return None
+    return AdapterShape(**(run.adapters.model_dump() | {"modules": frozenset(run.adapters.modules)}))
 
 
 class Base:

@@ -14,6 +14,7 @@ from shardwright.config.load import validate_recipe
 from shardwright.errors import ExitCode, LayoutError, RecipeError
 from shardwright.layout import resolve_layout
 from shardwright.planner.automatic import choose_layout, cluster_of
+from shardwright.train.automatic import resolve_auto
 from tests.unit.planner import models
 
 RECIPE: dict[str, Any] = {
@@ -52,6 +53,39 @@ def test_the_best_layouts_of_a_13b_on_eight_gpus(recipe: Path, capsys: pytest.Ca
     assert exposed == pytest.approx(parts["total"])
     assert chosen["days"] == pytest.approx(100 * parts["total"] / 86400)
     assert chosen["gpu_hours"] == pytest.approx(100 * parts["total"] * 8 / 3600)
+
+
+def test_tight_layouts_are_named_and_passed_over(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(recipe), "--cluster", "4xA100-80GB", "--json"]) == ExitCode.DONE
+    answer = told(capsys)
+    assert answer["layouts"][0]["tight"]
+    assert not answer["chosen"]["tight"]
+    assert answer["warning"] is None
+    memory = answer["chosen"]["memory_bytes"]
+    assert memory["total"] * (1 + answer["memory_error_share"]) <= memory["capacity"]
+    assert run(["plan", str(recipe), "--cluster", "4xA100-80GB", "--explain"]) == ExitCode.DONE
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(tight)" in shown
+    assert "the best with room for 10% more memory than predicted" in shown
+    assert "which leaves room for 10% more" in shown
+
+
+def test_a_tight_choice_is_warned_of(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in ("prediction", "search"):
+        monkeypatch.setattr(f"shardwright.planner.{module}.MEMORY_ERROR_SHARE", 20.0)
+    assert run(["plan", str(recipe), *A100]) == ExitCode.DONE
+    assert "warning: the chosen layout may run out of memory: " in " ".join(capsys.readouterr().out.split())
+    assert run(["plan", str(recipe), *A100, "--json"]) == ExitCode.DONE
+    shown = capsys.readouterr()
+    assert "warning: the chosen layout may run out of memory: " in shown.err
+    assert json.loads(shown.out)["warning"].startswith("the chosen layout may run out of memory: ")
+    assert json.loads(shown.out)["chosen"]["tight"]
+    document = RECIPE | {"layout": "auto", "cluster": "8xA100-80GB"}
+    with caplog.at_level("WARNING"):
+        assert not resolve_auto(validate_recipe(document), 8).layout.auto
+    assert "nothing fits with room to spare, and the chosen layout may run out of memory" in caplog.text
 
 
 def test_textbook_layouts_that_do_not_fit_say_why_and_what_would_help(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

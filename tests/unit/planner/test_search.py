@@ -17,7 +17,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import ModelFacts
 from shardwright.planner.predict import Predictor
-from shardwright.planner.prediction import Prediction
+from shardwright.planner.prediction import MEMORY_ERROR_SHARE, Prediction
 from shardwright.planner.rules import why_not
 from shardwright.planner.search import SAME_SHARE, key_of, num_cuts, search
 from shardwright.planner.space import Question
@@ -109,11 +109,26 @@ def test_nothing_better_is_ever_left_out(name: str, num_gpus: int, per_node: int
     assert found.num_proven >= min(8, len(truth))
     limit = truth[0].time.step * (1 + SAME_SHARE)
     fewest = min(num_cuts(prediction.candidate) for prediction in truth if prediction.time.step <= limit)
-    assert found.chosen is not None
-    assert num_cuts(found.chosen.candidate)[0] == fewest[0]
+    assert found.best is not None
+    assert num_cuts(found.best.candidate)[0] == fewest[0]
     assert hurried.predictions[0].time.step == found.predictions[0].time.step
-    assert hurried.chosen is not None
-    assert num_cuts(hurried.chosen.candidate)[0] == fewest[0]
+    assert hurried.best is not None
+    assert num_cuts(hurried.best.candidate)[0] == fewest[0]
+    if not found.best.is_tight:
+        assert found.chosen is found.best
+        return
+    with_room = [
+        prediction
+        for candidate in everything(predictor, question)
+        if (prediction := predictor.predict(candidate)).memory.total * (1 + MEMORY_ERROR_SHARE) <= predictor.capacity
+    ]
+    assert found.chosen is not None
+    assert found.chosen.is_tight == (not with_room)
+    if with_room:
+        limit = min(prediction.time.step for prediction in with_room) * (1 + SAME_SHARE)
+        fewest = min(num_cuts(prediction.candidate) for prediction in with_room if prediction.time.step <= limit)
+        assert found.chosen.time.step <= limit
+        assert num_cuts(found.chosen.candidate)[0] == fewest[0]
 
 
 def test_memory_is_what_turns_layouts_down() -> None:
@@ -129,6 +144,23 @@ def test_memory_is_what_turns_layouts_down() -> None:
     assert none.chosen is None
     assert none.predictions == []
     assert none.num_too_large > 0
+
+
+def test_a_tight_layout_is_chosen_only_where_nothing_else_fits() -> None:
+    facts, question = ModelFacts(models.shape("llama")), Question(Candidate(Layout(), 128), 4, 8)
+    least = min(
+        Predictor(facts, models.cluster(4), SMALL).predict(c).memory.total
+        for c in everything(Predictor(facts, models.cluster(4), SMALL), question)
+    )
+    for share, is_tight in ((1.02, True), (1.02 * (1 + MEMORY_ERROR_SHARE), False)):
+        predictor = Predictor(facts, models.cluster(4, memory_bytes=int(least * share / SMALL.usable_share)), SMALL)
+        found = search(predictor, question, top=1)
+        assert found.chosen is not None
+        assert found.best is not None
+        assert found.best.is_tight, "the case is too roomy to say anything"
+        assert found.chosen.is_tight is is_tight
+        assert (found.chosen.warning is not None) is is_tight
+        assert found.chosen.fits
 
 
 def test_what_is_not_allowed_is_not_found() -> None:

@@ -13,6 +13,7 @@ from shardwright.config import Recipe
 from shardwright.data.tokenizer import CharacterTokenizer
 from shardwright.model.init import initialise
 from shardwright.train.folder import RunFolder
+from tests.unit.checkpoint.some_values import run_values
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -52,5 +53,5 @@ def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3), best: int | None
     for step in steps:
         tensors = {f"model.{name}": tensor for name, tensor in weights_at(shape, step).items()}
         tensors |= {f"optimizer.{name}.momentum": torch.zeros(3) for name in ("a", "b")}
-        save_checkpoint(folder.checkpoints, step, tensors, {"step": step}, best=step == best)
+        save_checkpoint(folder.checkpoints, step, tensors, run_values(step), best=step == best)
     return folder

@@ -1,0 +1,224 @@
+"""The schema of `values.json` in a run's checkpoint: all of the training state that is no tensor. No torch.
+
+Whoever reads a run's checkpoint reads its values through `parse_values`: `train --resume`, rollback, `export`, `generate`,
+`evaluate` and `checkpoint inspect`. A file with the right hash may still have been written by someone else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shardwright.checkpoint.disk import read_small
+from shardwright.checkpoint.manifest import MAX_VALUES_BYTES, VALUES_NAME, parse_json
+from shardwright.checkpoint.place import Place
+from shardwright.config.adapters import AdapterKind, QuantizeKind
+from shardwright.errors import CheckpointError
+
+_SHOWN_CHARACTERS = 80
+_MAX_DEPTH = 32
+"""Levels of nested JSON. Ours has about six; comparing and writing values recurse into them."""
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+PositiveCount = Annotated[int, Field(ge=1, lt=2**62)]
+
+
+class _Values(BaseModel):
+    """Base of all parts: exact types, finite numbers; keys that a later version adds are kept."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False)
+
+
+class LossScale(_Values):
+    """State of the fp16 loss scaler."""
+
+    scale: Annotated[float, Field(gt=0)]
+    finite_steps: Count
+
+
+class OptimizerValues(_Values):
+    """The update rule, and by parameter name its number of updates. Hyperparameters are for the reader."""
+
+    rule: str
+    steps: dict[str, Count]
+    hyperparameters: dict[str, dict[str, Any]]
+
+
+class AdapterValues(_Values):
+    """The adapters that were trained, with the fields of `AdapterShape`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: AdapterKind
+    rank: PositiveCount
+    alpha: Annotated[float, Field(gt=0)]
+    modules: list[str]
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    quantize: QuantizeKind | None = None
+
+
+class RunIdentity(_Values):
+    """What a resumed run must have in common with the one that saved."""
+
+    adapters: AdapterValues | None = None
+    base: str | None = None
+    """Fingerprint of the weights that the adapters stand beside; `random` for weights made from the seed."""
+    model: dict[str, Any]
+    tokenizer: str
+    data: str
+    seed: int
+    sequence_length: PositiveCount
+    global_batch_size: PositiveCount
+    optimizer: dict[str, Any]
+    precision: str
+    preference: dict[str, Any] | None = None
+    freeze: list[str]
+    training: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> RunIdentity:
+        if self.adapters is not None and self.base is None:
+            raise ValueError("adapters without a base")
+        return self
+
+    def as_saved(self) -> dict[str, Any]:
+        """Return the JSON object as it was read: a key that was absent stays absent."""
+        return self.model_dump(exclude_unset=True)
+
+
+class AllowedDrift(_Values):
+    """A field that was allowed to change when the run was resumed at `step`; a side that is absent is left out."""
+
+    step: Count
+    field: str
+
+
+class RunValues(_Values):
+    """Values of one checkpoint of a run."""
+
+    step: Count
+    """Optimizer steps done. The manifest's step is the same."""
+    samples_seen: Count
+    steps_left_out: Count = 0
+    """Steps' worth of data that rollbacks have passed over; absent from older checkpoints."""
+    skipped_in_a_row: Count
+    best_loss: float | None
+    loss_scaler: LossScale | None
+    layout: str
+    evaluation_due: bool
+    run: RunIdentity
+    recipe: dict[str, Any]
+    """Fields of the recipe that a resumed run may change."""
+    drift: list[AllowedDrift] = []
+    optimizer: OptimizerValues
+
+
+def read_values_file(folder: Place) -> dict[str, Any]:
+    """Read the `values.json` of a checkpoint folder as a JSON object of bounded depth; its fields are not checked.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no such object.
+    """
+    content = parse_json(read_small(folder / VALUES_NAME, MAX_VALUES_BYTES), folder / VALUES_NAME)
+    if not isinstance(content, dict):
+        raise _error(folder, "", got=_shown(content), allowed="an object")
+    level: list[Any] = [content]
+    for _ in range(_MAX_DEPTH):
+        items = (item for value in level for item in (value.values() if isinstance(value, dict) else value))
+        level = [item for item in items if isinstance(item, dict | list)]
+    if level:
+        raise _error(folder, "", got="deeper nesting", allowed=f"{_MAX_DEPTH} levels")
+    return content
+
+
+def parse_values(content: object, folder: Place, *, step: int) -> RunValues:
+    """Check the content of a checkpoint's `values.json`.
+
+    Args:
+        content: as `read_values_file` returned it.
+        folder: of the checkpoint, for messages.
+        step: of the manifest.
+
+    Raises:
+        CheckpointError: names the first field that `train` would not have written so.
+    """
+    try:
+        values = RunValues.model_validate(content)
+    except ValidationError as error:
+        raise _refusal(error, folder) from None
+    if values.step != step:
+        raise _error(folder, "step", got=str(values.step), allowed=f"{step}, the manifest's")
+    samples_seen = (values.step + values.steps_left_out) * values.run.global_batch_size
+    if values.samples_seen != samples_seen:
+        raise _error(folder, "samples_seen", got=str(values.samples_seen), allowed=f"{samples_seen}, by the other values")
+    return values
+
+
+def _refusal(error: ValidationError, folder: Place) -> CheckpointError:
+    """Turn pydantic's first complaint into our own error; the others are counted."""
+    complaints = error.errors(include_url=False)
+    first = complaints[0]
+    got = "nothing" if first["type"] == "missing" else _shown(first["input"])
+    if first["type"] == "extra_forbidden":
+        got = f"the key {_shown(first['loc'][-1])}"
+    return _error(folder, _path(first["loc"]), got=got, allowed=_allowed(first), num_others=len(complaints) - 1)
+
+
+def _error(folder: Place, field: str, *, got: str, allowed: str, num_others: int = 0) -> CheckpointError:
+    more = f"; {num_others} more field{'s are' if num_others > 1 else ' is'} wrong" if num_others else ""
+    return CheckpointError(
+        f"this is not a checkpoint of ours: the values are not as `train` writes them{more}",
+        field=f"{folder / VALUES_NAME}: {field}" if field else str(folder / VALUES_NAME),
+        got=got,
+        allowed=allowed,
+        remedy="Remove this checkpoint to go on from an older one",
+    )
+
+
+_ALLOWED = {
+    "missing": "a value",
+    "model_type": "an object",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+}
+
+
+def _allowed(complaint: Any) -> str:
+    """Say what a field may hold, from the type of pydantic's complaint."""
+    known = _ALLOWED.get(complaint["type"])
+    if known is not None:
+        return known
+    context = complaint.get("ctx", {})
+    for bound, words in (("ge", "at least"), ("gt", "more than"), ("lt", "less than"), ("expected", "")):
+        if bound in context:
+            return f"{words} {context[bound]}".strip()
+    if complaint["type"] == "extra_forbidden":
+        return ", ".join(AdapterValues.model_fields)
+    return str(complaint["msg"])
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Write a place in the JSON as `optimizer.steps['model.norm.weight']`."""
+    path = ""
+    for part in location:
+        name = str(part)
+        if name.isidentifier():
+            path += f".{name:.80}"
+        else:
+            path += f"[{part}]" if isinstance(part, int) else f"[{_shown(part)}]"
+    return path.removeprefix(".")
+
+
+def _shown(value: object) -> str:
+    """Show a JSON value, shortened."""
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

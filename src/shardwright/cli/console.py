@@ -1,0 +1,23 @@
+"""The console that every verb prints tables and coloured lines through: strings are shown literally, whoever wrote them.
+
+Names of runs, files and parameters, tokens, and error messages may look like rich's markup (`[/x]`) or hold emoji codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwright.cli.streams import printable
+
+
+def open_console(*, stderr: bool = False, quiet: bool = False, highlight: bool = True) -> Console:
+    """Return a console without markup and emoji codes, which shows control characters as pictures."""
+    return _LiteralConsole(stderr=stderr, quiet=quiet, highlight=highlight, markup=False, emoji=False)
+
+
+class _LiteralConsole(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)

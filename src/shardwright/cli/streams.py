@@ -1,0 +1,33 @@
+"""Text that others wrote, on standard output and error: it steers no terminal and needs no encoding that the stream lacks."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters except tab and line feed."""
+
+
+def printable(text: str) -> str:
+    r"""Replace control characters except tab and line feed by their pictures.
+
+    >>> printable("a\x1b[2Jb\n")
+    'a␛[2Jb\n'
+    """
+    return _CONTROL.sub(_picture, text)
+
+
+def _picture(control: re.Match[str]) -> str:
+    number = ord(control[0])
+    if number == 0x7F:
+        return "␡"
+    return chr(0x2400 + number) if number < 0x20 else f"<U+{number:04X}>"
+
+
+def escape_unencodable() -> None:
+    r"""Let both streams write what their encoding lacks as `\udc80` instead of raising UnicodeEncodeError."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

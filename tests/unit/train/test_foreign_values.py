@@ -1,0 +1,281 @@
+"""A checkpoint with right hashes and other content than ours: refused by field wherever it is read, or accepted and trained on."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.checkpoint.manifest import encode_values, parse_json
+from shardwright.checkpoint.verify import WholeCheckpoint
+from shardwright.cli.main import run as shardwright
+from shardwright.config import Recipe, dump_recipe
+from shardwright.errors import CheckpointError
+from shardwright.telemetry.speaker import Speaker
+from shardwright.train import saving
+from shardwright.train.folder import RunFolder
+from shardwright.train.preflight import Checked, check
+from shardwright.train.saving import Saver, find_start
+from shardwright.train.setup import TrainState, build_state
+from shardwright.train.source import open_source
+from shardwright.train.start import train
+from tests.unit.train.finished import ALPHABET, CONFIG
+
+STEPS = 2
+SURROGATE = "\ud800"
+REPLACEMENTS: tuple[Any, ...] = (
+    None, True, -1, 7, 0.5, 1e300, 10**400, "text", "[/x]", [], {}, [1, None], ["a"], {"a": 1}, {"a": {}}, [{"step": 1}],
+)  # fmt: skip
+"""What stands in each place of the JSON in turn."""
+
+
+def recipe_in(folder: Path, max_steps: int) -> Recipe:
+    """A run with all that a checkpoint's values may hold: adapters and an fp16 loss scale."""
+    return Recipe.model_validate(
+        {
+            "model": {"config": CONFIG},
+            "tokenizer": {"kind": "character"},
+            "adapters": {"rank": 2, "targets": ["q_proj"]},
+            "precision": "fp16",
+            "data": {"sources": str(folder / "corpus.txt"), "cache_dir": str(folder / "cache")},
+            "training": {"sequence_length": 8, "micro_batch_size": 2, "max_steps": max_steps, "learning_rate": 1e-2},
+            "checkpoint": {"every_steps": STEPS, "asynchronous": False},
+            "run": {"dir": str(folder / "run"), "device": "cpu"},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps."""
+    folder = tmp_path_factory.mktemp("foreign")
+    (folder / "corpus.txt").write_text(ALPHABET * 20)
+    train(recipe_in(folder, STEPS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[Checked, TrainState, RunFolder]:
+    """What a resumed process has before it looks for a checkpoint."""
+    recipe = recipe_in(folder, STEPS + 1)
+    checked = check(recipe, 1)
+    return checked, build_state(checked, torch.device("cpu")), RunFolder.of(recipe)
+
+
+def checkpoint_of(folder: Path) -> Path:
+    return folder / "run" / "checkpoints" / f"step-{STEPS:08d}"
+
+
+def values_of(folder: Path) -> Any:
+    return json.loads((checkpoint_of(folder) / "values.json").read_bytes())
+
+
+def rewrite(folder: Path, text: bytes, name: str = "values.json") -> None:
+    """Replace a file of the checkpoint and make all hashes agree with it."""
+    checkpoint = checkpoint_of(folder)
+    (checkpoint / name).write_bytes(text)
+    manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+    manifest["files"][name] = {"size_bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    told = json.dumps(manifest).encode()
+    (checkpoint / "manifest.json").write_bytes(told)
+    (checkpoint / "manifest.sha256").write_text(f"{hashlib.sha256(told).hexdigest()}  manifest.json\n")
+
+
+def places_in(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place of a JSON value, the value itself first."""
+    yield above
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places_in(item, (*above, key))
+
+
+def put(content: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value in a place."""
+    if not place:
+        return copy.deepcopy(value)
+    key, rest = place[0], place[1:]
+    changed = dict(content) if isinstance(content, dict) else list(content)
+    changed[key] = put(content[key], rest, value)
+    return changed
+
+
+def without(content: Any, place: tuple[Any, ...]) -> Any:
+    """A copy that lacks what stands in a place."""
+    changed = copy.deepcopy(content)
+    target = changed
+    for key in place[:-1]:
+        target = target[key]
+    del target[place[-1]]
+    return changed
+
+
+def test_every_place_of_the_values(
+    folder: Path, trained: tuple[Checked, TrainState, RunFolder], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each variant is refused by one of our errors, or restored to a state that the next checkpoint can hold."""
+    caplog.set_level(logging.CRITICAL)
+    checked, state, run = trained
+    original = values_of(folder)
+    found = saving.newest_checkpoint(run.checkpoints)
+    assert found is not None
+    given: list[Any] = [original]
+
+    def variants() -> Iterator[Any]:
+        first = next(iter(original["optimizer"]["hyperparameters"]))
+        for place in places_in(original):
+            # Of what is compared or shown as a whole, a few places stand for all.
+            if place[:2] == ("run", "model") and place[2:3] not in ((), ("family",), ("layers",), ("latent",)):
+                continue
+            if place[:2] == ("optimizer", "hyperparameters") and place[2:3] not in ((), (first,)):
+                continue
+            if place:
+                yield without(original, place)
+            for value in REPLACEMENTS:
+                yield put(original, place, value)
+
+    def from_text(checkpoint: WholeCheckpoint, **_: Any) -> Any:
+        content = given[0]
+        if not isinstance(content, dict):
+            raise CheckpointError("no object", field=str(checkpoint.path))
+        return content
+
+    monkeypatch.setattr("shardwright.checkpoint.load.read_values", from_text)
+    monkeypatch.setattr(saving, "newest_checkpoint", lambda _: found)
+    monkeypatch.setattr(saving, "load_checkpoint", lambda *_: None)
+    refused = accepted = longest = 0
+    for variant in variants():
+        given[0] = variant
+        try:
+            start = find_start(checked, run)
+            assert start is not None
+            saver = Saver(checked, state, Speaker(None, ()), run, speaks=False)
+            saver.restore(start)
+            saving.changes_since(start, checked)
+            encode_values(saver.values() | {"optimizer": start.values.optimizer.model_dump()})
+        except CheckpointError as error:
+            refused += 1
+            longest = max(longest, len(str(error)))
+        else:
+            assert state.step == STEPS
+            accepted += 1
+    assert refused > 500
+    assert longest < 10_000
+    assert accepted > 100  # hyperparameters, the recipe's changeable part, counts within their range
+
+
+REFUSED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (("run",), ..., "run: .*got nothing; allowed: a value"),
+    (("step",), ..., "step: .*got nothing"),
+    (("step",), 7, "step: .*got 7; allowed: 2, the manifest's"),
+    (("samples_seen",), 5, "samples_seen: .*got 5; allowed: 4, by the other values"),
+    (("skipped_in_a_row",), None, "skipped_in_a_row: .*got null; allowed: a whole number"),
+    (("skipped_in_a_row",), True, "skipped_in_a_row: .*got true; allowed: a whole number"),
+    (("steps_left_out",), -1, "steps_left_out: .*got -1; allowed: at least 0"),
+    (("best_loss",), "[/x]", r"best_loss: .*got '\[/x\]'; allowed: a number"),
+    (("loss_scaler", "scale"), 0, "loss_scaler.scale: .*allowed: more than 0"),
+    (("evaluation_due",), 1, "evaluation_due: .*got 1; allowed: true or false"),
+    (("optimizer",), [], r"optimizer: .*got \[\]; allowed: an object"),
+    (("optimizer", "steps"), {"a.b": "2"}, r"optimizer\.steps\['a\.b'\]: .*got '2'; allowed: a whole number"),
+    (("drift",), ["x"], r"drift\[0\]: .*got 'x'; allowed: an object"),
+    (("run", "freeze"), "text", "run.freeze: .*allowed: a list"),
+    (("run", "base"), None, "run: .*adapters without a base"),
+    (("run", "adapters", "rank"), 0, "run.adapters.rank: .*allowed: at least 1"),
+    (("run", "adapters", "kind"), "x", "run.adapters.kind: .*got 'x'; allowed: 'lora', 'rslora' or 'dora'"),
+    (("run", "adapters", "colour"), 1, "run.adapters.colour: .*allowed: kind, rank"),
+)
+
+
+@pytest.mark.parametrize(("place", "value", "message"), REFUSED)
+def test_the_field_is_named_wherever_a_checkpoint_is_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], place: tuple[str, ...], value: Any, message: str
+) -> None:
+    original = values_of(folder)
+    changed = copy.deepcopy(original)
+    target = changed
+    for key in place[:-1]:
+        target = target[key]
+    if value is ...:
+        del target[place[-1]]
+    else:
+        target[place[-1]] = value
+    rewrite(folder, json.dumps(changed).encode())
+    recipe = recipe_in(folder, STEPS + 1)
+    try:
+        with pytest.raises(CheckpointError, match=f"not a checkpoint of ours.*{message.partition('.*')[2]}") as resumed:
+            find_start(check(recipe, 1), RunFolder.of(recipe))
+        assert f"values.json: {message.partition(':')[0]}".replace("\\", "") in str(resumed.value)
+        with pytest.raises(CheckpointError) as opened:
+            open_source(folder / "run")
+        assert str(opened.value) == str(resumed.value)
+        assert shardwright(["checkpoint", "inspect", str(checkpoint_of(folder))]) == 2
+        assert str(resumed.value) in capsys.readouterr().err
+    finally:
+        rewrite(folder, json.dumps(original).encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"[]", "not a checkpoint of ours"),
+        (b'{"a": ' * 500 + b"1" + b"}" * 500, "allowed: 32 levels"),
+        (b'{"a": ' * 100_000, "not valid JSON"),
+        (b'{"step": 1e999}', "1e999 is not JSON"),
+        (b'{"step": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (rb'{"step": "\ud800"}', "not valid JSON"),
+    ],
+)
+def test_json_that_cannot_be_taken(folder: Path, capsys: pytest.CaptureFixture[str], text: bytes, problem: str) -> None:
+    original = json.dumps(values_of(folder)).encode()
+    rewrite(folder, text)
+    try:
+        with pytest.raises(CheckpointError, match=problem):
+            open_source(folder / "run")
+        for words in ([], ["--json"]):
+            assert shardwright(["checkpoint", "inspect", str(checkpoint_of(folder)), *words]) == 2
+            assert problem in capsys.readouterr().err
+    finally:
+        rewrite(folder, original)
+
+
+def test_pairs_of_surrogates_are_text() -> None:
+    assert parse_json(rb'{"a": "\ud83d\ude00"}', Path("values.json")) == {"a": "\U0001f600"}
+
+
+def test_the_command_ends_with_one_message(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    original = values_of(folder)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(recipe_in(folder, STEPS + 1)))
+    rewrite(folder, json.dumps(without(original, ("run",))).encode())
+    try:
+        for words in (
+            ["train", str(recipe), "--resume"],
+            ["export", str(folder / "run"), "--out", str(tmp_path / "out"), "--merge"],
+            ["generate", str(folder / "run"), "--prompt", "a"],
+        ):
+            assert shardwright(words) == 2
+            told = capsys.readouterr().err
+            assert "values.json: run: this is not a checkpoint of ours" in told
+            assert "Traceback" not in told
+    finally:
+        rewrite(folder, json.dumps(original).encode())
+
+
+def test_odd_values_within_their_range_train_on(folder: Path) -> None:
+    """Last, as it adds a step: everything that may differ does."""
+    values = values_of(folder)
+    values |= {"best_loss": -1e300, "skipped_in_a_row": 2**61, "evaluation_due": True, "recipe": {"training": [1], "[/x]": None}}
+    values |= {"steps_left_out": 2**60 - STEPS, "samples_seen": 2**61, "layout": "[/x]", "of a later version": {"a": [1]}}
+    values |= {"drift": [{"step": 0, "field": "[/x]", "saved": {"a": None}}]}
+    values["loss_scaler"] = {"scale": 1.5, "finite_steps": 2**61}
+    values["optimizer"]["hyperparameters"] = {"[/x]": {}}
+    values["optimizer"]["steps"] = dict.fromkeys(values["optimizer"]["steps"], 2**61)
+    rewrite(folder, json.dumps(values).encode())
+    told = train(recipe_in(folder, STEPS + 1), resume=True)
+    assert told is not None
+    assert (told["status"], told["steps"]) == ("completed", STEPS + 1)
