@@ -1,18 +1,19 @@
 """Device and models of the GPU tests.
 
-They skip for want of CUDA and for nothing else. SHARDWRIGHT_GPU_TESTS=cpu runs them on the CPU: a rehearsal of the tests
-themselves, which what only CUDA has (its kernels, NCCL, its allocator) sits out by name.
+Every test runs once per device. `[cpu]` belongs to `make test`: it rehearses the test where no GPU
+is, with a smaller model. `[cuda]` has the marker `gpu`, runs in `make gpu`, and skips without CUDA.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.allocated import allocated_by
 from shardwright.architecture import ModelShape, read_config
 
 LLAMA: dict[str, Any] = {
@@ -29,37 +30,36 @@ LLAMA: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Head width 64 and grouped heads: what the flash kernels take."""
+"""Head width 64 and grouped heads, as the flash kernels need them."""
+REHEARSED = LLAMA | {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+"""For a CPU. Many emulate bf16 products, 30 to 100 times slower than fp32."""
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/gpu" in item.path.as_posix():
-            item.add_marker(pytest.mark.gpu)
-
-
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    """The CUDA device."""
-    if os.environ.get("SHARDWRIGHT_GPU_TESTS") == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+@pytest.fixture(scope="session", params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device under test."""
+    if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    return torch.device("cuda", 0)
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
 @pytest.fixture
-def cuda(device: torch.device) -> torch.device:
-    """The device, for tests of what only CUDA has."""
-    if device.type != "cuda":
-        pytest.skip("only CUDA has this")
-    return device
+def config(device: torch.device) -> dict[str, Any]:
+    """The config.json of a small Llama."""
+    return LLAMA if device.type == "cuda" else REHEARSED
 
 
 @pytest.fixture
-def shape() -> ModelShape:
+def shape(config: dict[str, Any]) -> ModelShape:
     """A small Llama."""
-    return read_config(LLAMA)
+    return read_config(config)
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +69,14 @@ def exact_products() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
+
+
+def measure_peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """Return the most bytes that `work` holds beyond those at its start."""
+    gc.collect()  # what is freed on the way must not offset what is allocated
+    if device.type == "cpu":
+        return allocated_by(work)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before

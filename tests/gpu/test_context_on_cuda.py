@@ -1,4 +1,4 @@
-"""Blocks of attention on CUDA: the fused kernels' output, log-sum-exp and gradients against spelled-out products in fp64.
+"""Blocks of attention: the device's fused kernels (output, log-sum-exp, gradients) against spelled-out products in fp64.
 
 Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.parallel.blocks import CudaEfficient, CudaFlash, Partial, Scores, Seen, SpelledOut, choose_kernel
+from shardwright.parallel.blocks import CpuFlash, CudaEfficient, CudaFlash, Partial, Scores, Seen, SpelledOut, choose_kernel
 from shardwright.parallel.ring import RowAttention, attend_row
 from shardwright.parallel.sight import Row
 
@@ -36,22 +36,35 @@ def seen_of(device: torch.device, kind: str, num_queries: int, num_keys: int) ->
     return Seen(kind == "causal", visible, slice(0, num_queries), torch.arange(num_keys, device=device))
 
 
+CUDA_BLOCKS: list[tuple[Any, torch.dtype, str]] = [
+    (CudaFlash(), torch.bfloat16, "causal"),
+    (CudaFlash(), torch.bfloat16, "full"),
+    (CudaFlash(), torch.float16, "causal"),
+    (CudaEfficient(), torch.float32, "causal"),
+    (CudaEfficient(), torch.float32, "full"),
+    (CudaEfficient(), torch.float32, "masked"),
+    (CudaEfficient(), torch.bfloat16, "masked"),
+]
+CPU_BLOCKS: list[tuple[Any, torch.dtype, str]] = [
+    (CpuFlash(), torch.bfloat16, "causal"),
+    (CpuFlash(), torch.float32, "causal"),
+    (CpuFlash(), torch.float32, "full"),
+    (CpuFlash(), torch.float32, "masked"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "kind"),
+    ("device", "kernel", "dtype", "kind"),
     [
-        (CudaFlash(), torch.bfloat16, "causal"),
-        (CudaFlash(), torch.bfloat16, "full"),
-        (CudaFlash(), torch.float16, "causal"),
-        (CudaEfficient(), torch.float32, "causal"),
-        (CudaEfficient(), torch.float32, "full"),
-        (CudaEfficient(), torch.float32, "masked"),
-        (CudaEfficient(), torch.bfloat16, "masked"),
+        *(pytest.param("cuda", *block, marks=pytest.mark.gpu) for block in CUDA_BLOCKS),
+        *(pytest.param("cpu", *block) for block in CPU_BLOCKS),
     ],
+    indirect=["device"],
 )
-def test_a_block_is_that_of_spelled_out_products(cuda: torch.device, kernel: Any, dtype: torch.dtype, kind: str) -> None:
+def test_a_block_is_that_of_spelled_out_products(device: torch.device, kernel: Any, dtype: torch.dtype, kind: str) -> None:
     num_queries, num_keys = 50, 50 if kind == "causal" else 83  # neither a multiple of what kernels align to
-    q, k, v = (draw(cuda, dtype, 2, heads, size, 64) for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys)))
-    d_out, seen = draw(cuda, dtype, 2, 4, num_queries, 64), seen_of(cuda, kind, num_queries, num_keys)
+    q, k, v = (draw(device, dtype, 2, heads, size, 64) for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys)))
+    d_out, seen = draw(device, dtype, 2, 4, num_queries, 64), seen_of(device, kind, num_queries, num_keys)
     exact = SpelledOut()
     wanted = exact.forward(q.double(), k.double(), v.double(), seen, SCORES)
     got = kernel.forward(q, k, v, seen, SCORES)
@@ -88,13 +101,29 @@ def test_a_row_on_one_rank_is_dense_attention(device: torch.device, dtype: torch
         assert distance(ours, theirs) < 3 * TOLERANCE[dtype]
 
 
-def test_the_kernel_on_cuda(cuda: torch.device) -> None:
+@pytest.mark.parametrize(("kernel", "dtype", "kind"), CUDA_BLOCKS)
+def test_cuda_kernels_return_the_shapes_of_spelled_out_products(kernel: Any, dtype: torch.dtype, kind: str) -> None:
+    """Without a GPU: the operators' own shape rules, on the meta device, accept our arguments."""
+    meta, num_queries, num_keys = torch.device("meta"), 50, 50 if kind == "causal" else 83
+    q, k, v = (draw(meta, dtype, 2, heads, size, 64) for heads, size in ((4, num_queries), (2, num_keys), (2, num_keys)))
+    d_out, seen = draw(meta, dtype, 2, 4, num_queries, 64), seen_of(meta, kind, num_queries, num_keys)
+    whole, wanted = kernel.forward(q, k, v, seen, SCORES), SpelledOut().forward(q, k, v, seen, SCORES)
+    for ours, theirs in zip(
+        (*whole, *kernel.backward(d_out, q, k, v, whole, seen, SCORES)),
+        (*wanted, *SpelledOut().backward(d_out, q, k, v, wanted, seen, SCORES)),
+        strict=True,
+    ):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+
+
+def test_the_fastest_exact_kernel_is_chosen(device: torch.device) -> None:
     def kernel(dtype: torch.dtype, width: int, *, masked: bool) -> Any:
-        q = torch.empty(1, 2, 4, width, dtype=dtype, device=cuda)
+        q = torch.empty(1, 2, 4, width, dtype=dtype, device=device)
         return type(choose_kernel(q, q, SCORES, masked=masked, explicit=False))
 
-    assert kernel(torch.bfloat16, 64, masked=False) is CudaFlash
-    assert kernel(torch.bfloat16, 64, masked=True) is CudaEfficient
-    assert kernel(torch.float32, 64, masked=False) is CudaEfficient
-    assert kernel(torch.float32, 12, masked=False) is SpelledOut
-    assert kernel(torch.float64, 64, masked=False) is SpelledOut
+    is_cuda = device.type == "cuda"
+    assert kernel(torch.bfloat16, 64, masked=False) is (CudaFlash if is_cuda else CpuFlash)
+    assert kernel(torch.bfloat16, 64, masked=True) is (CudaEfficient if is_cuda else CpuFlash)
+    assert kernel(torch.float32, 64, masked=False) is (CudaEfficient if is_cuda else CpuFlash)
+    assert kernel(torch.float32, 12, masked=False) is (SpelledOut if is_cuda else CpuFlash)
+    assert kernel(torch.float64, 64, masked=False) is (SpelledOut if is_cuda else CpuFlash)
