@@ -54,6 +54,10 @@ Checklist = Annotated[
     typer.Option("--checklist", metavar="RECIPE", help="Check a recipe instead: all that a long run needs.", show_default=False),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Budget = Annotated[
+    float,
+    typer.Option("--budget", min=1.0, help="Seconds that --calibrate may measure for; what takes longer is left out and named."),
+]
 TimeOut = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that a peer or a measurement may take.")]
 
 
@@ -63,6 +67,7 @@ def doctor_command(
     layout: LayoutText = None,
     overrides: Overrides = None,
     calibrate: Calibrate = None,
+    budget: Budget = 120.0,
     checklist: Checklist = None,
     device: Device = "auto",
     timeout: TimeOut = 60.0,
@@ -92,7 +97,14 @@ def doctor_command(
     from shardwright.probe.calibrate import order_of
     from shardwright.probe.doctor import examine
 
-    order = order_of(checked, degrees, device=kind, timeout_seconds=timeout, calibrates=calibrate is not None)
+    order = order_of(
+        checked,
+        degrees,
+        device=kind,
+        timeout_seconds=timeout,
+        calibrates=calibrate is not None,
+        budget_seconds=budget,
+    )
     diagnosis = examine(order, degrees.world_size)
     if diagnosis is None:  # rank 0 tells
         return
