@@ -52,7 +52,7 @@ class VirtualDevice:
     def time_elementwise(
         self, precision: str, tokens: int, width: int, device: torch.device, *, seconds: float = 0.2
     ) -> ElementwiseRate:
-        rate = self.flops_per_second[precision] / 10
+        rate = self.flops_per_second[precision]
         found = ElementwiseRate(precision, tokens, width, rate, rate)
         self._take(elementwise.call_seconds(found))
         return found
@@ -77,15 +77,18 @@ def named(diagnosis: Diagnosis, name: str) -> Finding | None:
     return next((one for one in diagnosis.findings if one.name == name), None)
 
 
-@pytest.mark.parametrize("slow", [3e5, 1e7, 7e8, 5e9])
+@pytest.mark.parametrize("slow", [1e7, 7e8, 5e9])
 def test_a_calibration_ends_in_time_however_slow_the_device(slow: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device, diagnosis, order = examine_virtually(monkeypatch, {"fp32": 8e10, "bf16": slow})
     # Beside the budget the square products, and of each precision one trial of attention and of tensors.
-    trials_seconds = 2 * 2.0 * 128**3 / slow + 2 * (3.5 * matmul.TRIAL_FLOPS["cpu"] + 200 * 2**18) / slow
+    trials_seconds = 2 * 2.0 * 128**3 / slow + 2 * (3.5 * matmul.TRIAL_FLOPS["cpu"] + 2 * 54 * 2**18) / slow
     assert device.now_seconds < BUDGET_SECONDS + trials_seconds + 5.0
     assert device.longest_seconds <= max(matmul.LONGEST_CALL_SECONDS * 1.01, trials_seconds)
-    warned = {one.name for one in diagnosis.findings if one.section == "calibration" and one.verdict == "warn"}
-    assert ("products, bounded by time" in warned) == (slow < 1e9)
+    bounded = named(diagnosis, "products, bounded by time")
+    assert (bounded is not None) == (slow < 1e9)
+    if bounded is not None:
+        assert "bf16" in bounded.value
+        assert "fp32" not in bounded.value
     emulated = named(diagnosis, "products, bf16")
     assert emulated is not None
     assert f"{8e10 / slow:.0f} times slower than fp32" in emulated.value
