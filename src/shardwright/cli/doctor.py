@@ -105,6 +105,8 @@ def doctor_command(
         calibrates=calibrate is not None,
         budget_seconds=budget,
     )
+    if calibrate is not None and (ranks is None or ranks.rank == 0):
+        sys.stderr.write(f"Measuring what a plan asks for: at most {budget:g} s beside the usual checks\n")
     diagnosis = examine(order, degrees.world_size)
     if diagnosis is None:  # rank 0 tells
         return

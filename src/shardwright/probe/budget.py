@@ -82,7 +82,7 @@ class Omission:
     """The smaller problem that was measured instead. Empty: none."""
 
 
-def judge_omissions(omissions: Iterable[Omission], budget_seconds: float) -> list[Finding]:
+def judge_omissions(omissions: Iterable[Omission], budget_seconds: float, timeout_seconds: float) -> list[Finding]:
     """Say which problems were left out or reduced, and why.
 
     Omissions are equal on all ranks, so those of one rank are enough.
@@ -102,7 +102,7 @@ def judge_omissions(omissions: Iterable[Omission], budget_seconds: float) -> lis
         values = []
         if left_out:
             values.append(
-                f"{len(left_out)} left out ({_name(left_out)}): {_time_range(left_out)} each is more than the time allows"
+                f"{len(left_out)} left out ({_name(left_out)}): a call takes {_time_range(left_out)}, more than the time allows"
             )
             if section == "calibration":
                 values.append("a plan takes the nearest shape that was measured")
@@ -113,8 +113,9 @@ def judge_omissions(omissions: Iterable[Omission], budget_seconds: float) -> lis
         if left_out:
             remedy = _SLOW_LINKS
             if section == "calibration":
-                remedy = f"--budget {2 * budget_seconds:.0f} measures longer"
-        findings.append(Finding(section, f"{kind}, bounded by time", verdict, "; ".join(values), remedy, numbers))
+                longer = f"--budget {2 * budget_seconds:.0f} --timeout {2 * timeout_seconds:.0f}"
+                remedy = f"{longer} allow more"
+        findings.append(Finding(section, kind, verdict, "; ".join(values), remedy, numbers))
     return findings
 
 

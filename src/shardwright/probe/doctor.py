@@ -164,7 +164,7 @@ def diagnose(
     if meeting is not None:
         times = [one for report in reports.values() for one in report.link_times]
         findings += links.judge_links(times, meeting.seats, first.device_kind)
-    findings += judge_omissions(first.omissions, order.budget_seconds)
+    findings += judge_omissions(first.omissions, order.budget_seconds, order.timeout_seconds)
     return Diagnosis(
         findings=(*findings, *beside),
         world_size=size,

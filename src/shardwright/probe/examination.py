@@ -24,7 +24,7 @@ from shardwright.hardware import AttentionRate, ElementwiseRate, MatmulRate
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
-from shardwright.probe import bandwidth, clock, correctness, elementwise, health, host, links, matmul, software, storage
+from shardwright.probe import bandwidth, clock, correctness, elementwise, health, host, links, matmul, ordered, software, storage
 from shardwright.probe.budget import Agree, Agreement, Budget, Omission, agree_alone
 from shardwright.probe.finding import Finding, name_ranks
 from shardwright.probe.host import Host
@@ -47,6 +47,10 @@ _GROUP_PATIENCE = {"cpu": 0.7, "cuda": 2.0}
 CALIBRATION_SECONDS = 120.0
 _SHARES = {"products": 0.4, "attention": 0.3, "elementwise": 0.1, "messages": 0.2}
 """Of the seconds that a calibration may measure for."""
+_NUM_CALLS = 120
+"""Of the longest calls that a calibration should make, as many fit into its budget: 1 s each of 120 s."""
+_CALLS_BEFORE_TIMEOUT = 12
+"""Of the longest calls that a calibration makes, as many fit into the watch's time: 5 s each of 60 s."""
 _COLLECTIVES_SECONDS, _RESULTS_SECONDS, _LINKS_SECONDS = 30.0, 20.0, 20.0
 """Of the usual messages, the check of results and the links of pairs."""
 _LONGEST_MESSAGE_SECONDS = 2.0
@@ -124,9 +128,14 @@ class Room:
         """Return the room after the rendezvous, where ranks agree through the store."""
         return replace(self, meeting=meeting, watch=watch, agree=Agreement(meeting, watch))
 
-    def budget(self, kind: str) -> Budget:
-        """Start the share of the calibration's seconds that one kind of problem may take."""
-        return Budget(self.order.budget_seconds * _SHARES[kind], self.agree)
+    def limit(self, kind: str) -> ordered.TimeLimit:
+        """Start the time that a calibration has for one kind of problem."""
+        most_call_seconds = self.order.timeout_seconds / _CALLS_BEFORE_TIMEOUT
+        return ordered.TimeLimit(
+            Budget(self.order.budget_seconds * _SHARES[kind], self.agree),
+            call_seconds=min(self.order.budget_seconds / _NUM_CALLS, most_call_seconds),
+            most_call_seconds=most_call_seconds,
+        )
 
     def omit(self, kind: str, wanted: str, seconds: float, measured: str = "") -> None:
         """Note a problem that is too slow to measure."""
@@ -212,9 +221,9 @@ def _join_groups(room: Room) -> None:
 
 def _time_products(room: Room) -> None:
     device, order = room.device, room.order
-    ordered = [shape[0] for shape in order.products]
+    precisions = [*matmul.precisions_of(device), *(shape[0] for shape in order.products)]
     seconds_per_flop = {}
-    for precision in dict.fromkeys((*matmul.precisions_of(device), *ordered)):
+    for precision in dict.fromkeys(precisions):
         for rate in matmul.time_squares(precision, device, room.agree):
             room.report.products.append(rate)
             room.watch.progress()
@@ -223,81 +232,30 @@ def _time_products(room: Room) -> None:
         with health.under_load(device):
             room.report.gpu_loaded, _ = health.read_gpu(device, os.getpid())
     if order.products:
-        _time_ordered_products(room, seconds_per_flop)
+        limit = room.limit("products")
+        measured = tuple(room.report.products)
+        found = ordered.time_products(order.products, measured, seconds_per_flop, device, limit)
+        _record(room, found, room.report.products)
 
 
-def _time_ordered_products(room: Room, seconds_per_flop: Mapping[str, float]) -> None:
-    """Measure what the planner asks for, the quickest first."""
-    budget = room.budget("products")
-    done = {(rate.precision, rate.m, rate.n, rate.k) for rate in room.report.products}
-
-    def predict_seconds(shape: matmul.Shape) -> float:
-        precision, m, n, k = shape
-        return 2.0 * m * n * k * seconds_per_flop[precision]
-
-    for shape in sorted(room.order.products, key=predict_seconds):
-        precision = shape[0]
-        most_flops = matmul.LONGEST_CALL_SECONDS / seconds_per_flop[precision]
-        reduced = (precision, *matmul.reduce_product(*shape[1:], most_flops))
-        if reduced not in done:
-            if not budget.affords(_ROUNDS_SECONDS + 2 * predict_seconds(reduced)):
-                room.omit("products", matmul.name_shape(shape), predict_seconds(shape))
-                continue
-            room.report.products.append(matmul.time_product(*reduced, room.device))
+def _record(room: Room, found: ordered.Found[ordered.Rate], rates: list[ordered.Rate]) -> None:
+    for one in found:
+        if isinstance(one, Omission):
+            room.report.omissions.append(one)
+        else:
+            rates.append(one)
             room.watch.progress()
-            done.add(reduced)
-        if reduced != shape:
-            words = matmul.name_shape(shape), predict_seconds(shape), matmul.name_shape(reduced)
-            room.omit("products", *words)
 
 
 def _time_attention(room: Room) -> None:
-    """Measure what the planner asks for, the fewest FLOPs first; each rate predicts the next."""
-    if not room.order.attention:
-        return
-    budget = room.budget("attention")
-    for precision in dict.fromkeys(rows.precision for rows in room.order.attention):
-        wanted = [rows for rows in room.order.attention if rows.precision == precision]
-        shortest = min(wanted, key=lambda rows: rows.row_tokens)
-        trial = matmul.reduce_rows(shortest, matmul.TRIAL_FLOPS[room.device.type])
-        rate = matmul.time_attention(trial, room.device, seconds=0.02)
-        for rows in sorted(wanted, key=lambda rows: rows.flops):
-            # Where not even the trial fits the device, one second a FLOP is more than any time allows.
-            seconds_per_flop = room.agree(1.0 if rate is None else matmul.attention_seconds(1.0, rate))
-            reduced = matmul.reduce_rows(rows, matmul.LONGEST_CALL_SECONDS / seconds_per_flop)
-            call_seconds = reduced.flops * seconds_per_flop
-            is_short = call_seconds <= matmul.LONGEST_CALL_SECONDS
-            # Two calls forward and two backward, and one more that backward starts from.
-            if not budget.affords(2 * _ROUNDS_SECONDS + 3 * call_seconds) or not is_short:
-                room.omit("attention", matmul.name_rows(rows), rows.flops * seconds_per_flop)
-                continue
-            found = matmul.time_attention(reduced, room.device)
-            if found is not None:
-                room.report.attention.append(found)
-                rate = found
-            room.watch.progress()
+    found = ordered.time_attention(room.order.attention, room.device, room.limit("attention"))
+    _record(room, found, room.report.attention)
 
 
 def _time_elementwise(room: Room) -> None:
-    """Measure what the planner asks for, with fewer tokens where they would take too long."""
-    if not room.order.elementwise:
-        return
-    budget = room.budget("elementwise")
-    for precision, tokens, width in room.order.elementwise:
-        few = min(tokens, max(1, elementwise.TRIAL_ELEMENTS // width))
-        trial = elementwise.time_elementwise(precision, few, width, room.device, seconds=0.02)
-        token_seconds = room.agree(elementwise.call_seconds(trial) / few)
-        reduced = min(tokens, max(1, int(matmul.LONGEST_CALL_SECONDS / token_seconds)))
-        wanted, seconds = f"{precision} {tokens} x {width}", tokens * token_seconds
-        # Two calls, and the tensors that are drawn for them.
-        if not budget.affords(_ROUNDS_SECONDS + 4 * reduced * token_seconds):
-            room.omit("elementwise", wanted, seconds)
-            continue
-        rate = elementwise.time_elementwise(precision, reduced, width, room.device)
-        room.report.elementwise.append(rate)
-        room.watch.progress()
-        if reduced < tokens:
-            room.omit("elementwise", wanted, seconds, f"{precision} {reduced} x {width}")
+    limit = room.limit("elementwise")
+    found = ordered.time_elementwise(room.order.elementwise, room.device, limit)
+    _record(room, found, room.report.elementwise)
 
 
 def _time_handoff(room: Room) -> None:

@@ -43,8 +43,6 @@ _SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 _LONGEST_SQUARE_SECONDS = 0.5
 TRIAL_FLOPS = {"cpu": 2e7, "cuda": 1e11}
 """Of the attention that is tried first."""
-LONGEST_CALL_SECONDS = 1.0
-"""Of one call that a calibration makes; a problem that would take longer is reduced."""
 _EMULATED = 1.5
 """Times that fp32 products are faster than 16-bit ones where these are emulated. Units for bf16 make
 them faster than fp32; conversions to fp32 and back cost more than a third of a product's time."""

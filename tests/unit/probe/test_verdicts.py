@@ -97,12 +97,12 @@ def test_what_took_too_long_is_named_with_why() -> None:
         Omission("messages", "broadcast of 4.00 MiB over tp", 5.0),
         Omission("elementwise", "bf16 4096 x 64", 5.0, "bf16 512 x 64"),
     ]
-    products, messages, elementwise = judge_omissions(omissions, 120.0)
+    products, messages, elementwise = judge_omissions(omissions, 120.0, 60.0)
     assert (products.section, products.verdict) == ("calibration", "warn")
     assert "4 left out (bf16 1 x 512 x 512, bf16 2 x 512 x 512, bf16 3 x 512 x 512 and 1 more)" in products.value
-    assert "7.0 s each" in products.value
+    assert "a call takes 7.0 s" in products.value
     assert "1 measured on a smaller problem (bf16 1024 x 2048 x 192 as bf16 341 x 2048 x 192)" in products.value
-    assert products.remedy == "--budget 240 measures longer"
+    assert products.remedy == "--budget 240 --timeout 120 allow more"
     assert products.numbers["left_out"]["bf16 4 x 512 x 512"] == 7.0
     assert (messages.section, messages.verdict) == ("collectives", "warn")
     assert (elementwise.verdict, elementwise.remedy) == ("pass", "")
