@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import socket
 import subprocess
 import sys
@@ -20,8 +22,10 @@ import torch.distributed as dist
 from shardwright.errors import ExitCode
 from shardwright.hardware import load_profile
 from shardwright.layout import Layout
+from shardwright.probe.budget import Budget
 from shardwright.probe.doctor import Diagnosis, examine_rank
 from shardwright.probe.examination import Order
+from shardwright.probe.links import time_links
 from shardwright.probe.storage import Folder
 from shardwright.train.ranks import RankEnvironment
 from tests.multiprocess.pool import RankPool
@@ -32,7 +36,7 @@ SLOW, NARROW, LATE = 1, 0, 2
 TIMES_SLOWER = (6, 36, 216)
 """A machine that does much else slows down the others, too: what is planted grows until it stands out."""
 
-_mm, _all_reduce, _send = torch.mm, dist.all_reduce, dist.send
+_mm, _all_reduce, _send, _broadcast = torch.mm, dist.all_reduce, dist.send, dist.broadcast
 
 
 def slow_products(times_slower: int, *tensors: Any, **options: Any) -> Any:
@@ -58,6 +62,12 @@ def late_sends(times_slower: int, tensor: torch.Tensor, *words: Any, **options: 
     return _send(tensor, *words, **options)
 
 
+def slow_broadcast(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
+    """A network of 1 MB/s: 5 ms for the smallest message, a quarter of a second for the next."""
+    time.sleep(tensor.numel() * tensor.element_size() / 1e6)
+    return _broadcast(tensor, *words, **options)
+
+
 def lost_device(*tensors: Any, **options: Any) -> Any:
     """What a device that fell off the bus answers."""
     raise RuntimeError("CUDA error: unspecified launch failure")
@@ -80,7 +90,11 @@ def examine_with_faults(port: int, folder: str, kind: str, times_slower: int = 0
     meeting_place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     order = Order(Layout(dp_shard=dist.get_world_size(), zero_stage=3), (Folder("runs", folder, True),), device="cpu")
     owner, name, fault = faults_of(kind, times_slower).get(rank, (torch, "mm", _mm))
-    with patch.dict(os.environ, meeting_place), patch.object(owner, name, fault):
+    with (
+        patch.dict(os.environ, meeting_place),
+        patch.object(owner, name, fault),
+        patch.object(dist, "broadcast", slow_broadcast),
+    ):
         return examine_rank(order, RankEnvironment(rank, dist.get_world_size(), rank), lambda diagnosis: None)
 
 
@@ -100,6 +114,13 @@ def test_planted_faults_are_found_and_named(ranks: RankPool, tmp_path: Path) -> 
         if planted <= failed:
             break
     assert planted <= failed
+    of_ranks = [
+        [(rate["precision"], rate["m"]) for rate in diagnosis.rates["products"] if rate["rank"] == rank] for rank in range(3)
+    ]
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]  # the slow one decides how large products grow
+    (slow,) = [one for one in diagnosis.findings if one.name == "messages"]
+    assert (slow.section, slow.verdict) == ("collectives", "warn")
+    assert "broadcast of 4.00 MiB" in slow.value
     (wrong,) = [finding for finding in diagnosis.findings if finding.section == "correctness"]
     assert wrong.numbers["ranks"] == [NARROW]
     assert "float32" in wrong.value
@@ -120,6 +141,31 @@ def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "shardwright", "doctor", *words]
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables, check=False)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names x86-64 instruction sets")
+def test_a_cpu_without_bf16_units_is_told_to_use_fp32() -> None:
+    only_avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = run_doctor("--nproc", "1", "--device", "cpu", "--json", **only_avx2)
+    told = json.loads(done.stdout)
+    (finding,) = [one for one in told["findings"] if one["name"] == "products, bf16"]
+    assert finding["verdict"] == "warn"
+    times = finding["numbers"]["times_slower_than_fp32"]["0"]
+    assert times > 1.5
+    assert re.match(r"bf16 is emulated here, [\d.]+ times slower than fp32: use fp32", finding["value"])
+    assert "precision: fp32" in finding["remedy"]
+    assert "bf16 is emulated here" in " ".join(done.stderr.split())  # the table, for people
+
+
+def take_links(seconds: float) -> list[tuple[int, int] | None]:
+    """Directions of links, as one rank of an examination measures them."""
+    links = time_links(torch.device("cpu"), 2**16, Budget(seconds))
+    return [None if one is None else (one.sender, one.receiver) for one in links]
+
+
+def test_links_end_when_their_time_is_spent(ranks: RankPool) -> None:
+    assert ranks.run(2, take_links, 1e6) == [[(0, 1), None], [None, (1, 0)]]
+    assert ranks.run(2, take_links, 0.0) == [[], []]
 
 
 @pytest.mark.long

@@ -55,6 +55,10 @@ Checklist = Annotated[
     typer.Option("--checklist", metavar="RECIPE", help="Check a recipe instead: all that a long run needs.", show_default=False),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Budget = Annotated[
+    float,
+    typer.Option("--budget", min=1.0, help="Seconds that --calibrate may measure for; what takes longer is left out and named."),
+]
 TimeOut = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that a peer or a measurement may take.")]
 
 
@@ -64,6 +68,7 @@ def doctor_command(
     layout: LayoutText = None,
     overrides: Overrides = None,
     calibrate: Calibrate = None,
+    budget: Budget = 120.0,
     checklist: Checklist = None,
     device: Device = "auto",
     timeout: TimeOut = 60.0,
@@ -96,7 +101,16 @@ def doctor_command(
 
     if checked is not None:
         checked = settle_precision(checked, choose_planned_precision(checked))
-    order = order_of(checked, degrees, device=kind, timeout_seconds=timeout, calibrates=calibrate is not None)
+    order = order_of(
+        checked,
+        degrees,
+        device=kind,
+        timeout_seconds=timeout,
+        calibrates=calibrate is not None,
+        budget_seconds=budget,
+    )
+    if calibrate is not None and (ranks is None or ranks.rank == 0):
+        sys.stderr.write(f"Measuring what a plan asks for: at most {budget:g} s beside the usual checks\n")
     diagnosis = examine(order, degrees.world_size)
     if diagnosis is None:  # rank 0 tells
         return

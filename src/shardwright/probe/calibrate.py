@@ -1,8 +1,10 @@
 """What the planner would like to know of this cluster, and the answers as the profile that it prefers to data sheets.
 
-The planner is asked to predict the recipe with a profile that knows nothing and writes down every look-up: those products, rows of
-attention and messages are what is then measured, beside a few usual ones. What would take too long is tried with fewer rows, and a
-message larger than is usual with the largest usual one; look-ups take the nearest shape, and grow with the bytes.
+The planner is asked to predict the recipe with a profile that knows nothing and writes down every
+look-up: those products, rows of attention and messages are what is then measured, beside a few usual
+ones. What would take too much memory is measured with fewer rows, and a message larger than is usual
+with the largest usual one; look-ups take the nearest shape, and grow with the bytes. The examination
+reduces or leaves out what would take too long (`examination.Order.budget_seconds`).
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from shardwright.planner.question import candidate_of, shape_of, template_of
 from shardwright.planner.scaling import resized
 from shardwright.probe.bandwidth import KINDS, groups_of
 from shardwright.probe.doctor import Diagnosis
-from shardwright.probe.examination import Order
-from shardwright.probe.matmul import Rows
+from shardwright.probe.examination import CALIBRATION_SECONDS, Order
+from shardwright.probe.matmul import Rows, Shape, reduce_product, reduce_rows
 from shardwright.probe.storage import Folder
 from shardwright.train.folder import RunFolder
 from shardwright.units import MIB_BYTES
 
 _MOST_FLOPS = {"cpu": 1e11, "cuda": 4e13}
-"""Of one product that is tried: a second or so on a slow device of the kind."""
+"""Of one problem, which bounds its memory. The examination bounds its time, by what smaller ones take."""
 _MOST_BYTES = {"cpu": 64 * MIB_BYTES, "cuda": 1024 * MIB_BYTES}
 _MOST_SIZES = 6
 """Messages of a recipe that are tried per collective and group, beside the usual ones."""
@@ -56,7 +58,6 @@ _TOKENS = {"cpu": 1024, "cuda": 8192}
 _MOST_ELEMENTS = 2**26
 """Of one tensor that element-wise operations are tried on."""
 
-ProductShape = tuple[str, int, int, int]
 Message = tuple[CollectiveKind, int, int]
 
 
@@ -64,7 +65,7 @@ Message = tuple[CollectiveKind, int, int]
 class _Curious(MeasuredProfile):
     """Knows nothing, and writes down what it was asked."""
 
-    products: dict[ProductShape, None] = field(default_factory=dict)
+    products: dict[Shape, None] = field(default_factory=dict)
     messages: dict[Message, None] = field(default_factory=dict)
     rows: dict[tuple[str, int], None] = field(default_factory=dict)
     """Of attention: precision and tokens of a row."""
@@ -92,7 +93,7 @@ class _Curious(MeasuredProfile):
 class _Questions:
     """What is to be measured for the planner."""
 
-    products: list[ProductShape]
+    products: list[Shape]
     attention: list[Rows]
     messages: list[Message] = field(default_factory=list)
     elementwise: list[tuple[str, int, int]] = field(default_factory=list)
@@ -105,6 +106,7 @@ def order_of(
     device: DeviceKind = "auto",
     timeout_seconds: float = 60.0,
     calibrates: bool = False,
+    budget_seconds: float = CALIBRATION_SECONDS,
 ) -> Order:
     """What to examine: the layout's groups, the recipe's folders (else the usual ones), and to calibrate what the planner asks."""
     order = Order(
@@ -113,6 +115,7 @@ def order_of(
         device=device,
         timeout_seconds=timeout_seconds,
         inter_link=None if recipe is None or recipe.cluster is None else recipe.cluster.link,
+        budget_seconds=budget_seconds,
     )
     if not calibrates:
         return order
@@ -146,7 +149,7 @@ def catalogue_name(device_kind: str, device_name: str) -> str | None:
         return None
 
 
-def _usual_products(kind: str) -> list[ProductShape]:
+def _usual_products(kind: str) -> list[Shape]:
     sides = _LADDER[kind]
     precisions = ("fp32", "bf16")
     return [(precision, m, n, k) for precision in precisions for m in sides for n in sides for k in sides if not m == n == k]
@@ -183,6 +186,7 @@ def order_of_runs(runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout, 
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     found = [_asked(shape, candidate, kind) or _usual_questions(kind) for shape, candidate in runs]
     return Order(
+        budget_seconds=len(runs) * CALIBRATION_SECONDS,
         layout=layout,
         device=device,
         products=tuple(dict.fromkeys(shape for asked in found for shape in asked.products)),
@@ -224,24 +228,15 @@ def _attention_of(shape: ModelShape, asked: dict[tuple[str, int], None], tokens:
 
 def _shortened(wanted: list[Rows], kind: str) -> list[Rows]:
     """The same with fewer rows, then fewer heads, where they would take too long; without those that still would."""
-    found = []
-    for rows in wanted:
-        num_rows = max(1, min(rows.num_rows, int(_MOST_FLOPS[kind] / replace(rows, num_rows=1).flops)))
-        few = replace(rows, num_rows=num_rows)
-        while few.flops > _MOST_FLOPS[kind] and few.num_kv_heads % 2 == 0 and few.num_heads % 2 == 0:
-            few = replace(few, num_heads=few.num_heads // 2, num_kv_heads=few.num_kv_heads // 2)
-        if few.flops <= _MOST_FLOPS[kind]:
-            found.append(few)
-    return found
+    reduced = [reduce_rows(rows, _MOST_FLOPS[kind]) for rows in wanted]
+    return [rows for rows in reduced if rows.flops <= _MOST_FLOPS[kind]]
 
 
-def _few_products(asked: dict[ProductShape, None], kind: str) -> list[ProductShape]:
+def _few_products(asked: dict[Shape, None], kind: str) -> list[Shape]:
     """Those asked for, with fewer rows where one would take too long."""
-    found: dict[ProductShape, None] = {}
+    found: dict[Shape, None] = {}
     for precision, m, n, k in asked:
-        rows = min(m, max(1, int(_MOST_FLOPS[kind] / (2.0 * n * k))))
-        columns = min(n, max(1, int(_MOST_FLOPS[kind] / (2.0 * rows * k))))
-        found[(precision, rows, columns, k)] = None
+        found[(precision, *reduce_product(m, n, k, _MOST_FLOPS[kind]))] = None
     return list(found)
 
 
@@ -271,7 +266,7 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
         raise InputError(
             "there is nothing to write: the examination broke off", field="--calibrate", remedy="Mend what fails first"
         )
-    products: dict[ProductShape, list[float]] = {}
+    products: dict[Shape, list[float]] = {}
     for rate in rates["products"]:
         products.setdefault((rate["precision"], rate["m"], rate["n"], rate["k"]), []).append(rate["flops_per_second"])
     attention: dict[tuple[str, int, int], list[tuple[float, float]]] = {}

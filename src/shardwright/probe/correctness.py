@@ -20,8 +20,9 @@ from shardwright.probe.finding import Finding, name_ranks
 
 SECTION = "correctness"
 
-_LENGTH = 48
-"""Elements that each rank sends each other one."""
+_LENGTH, _LEAST_LENGTH = 48, 4
+_MOST_ELEMENTS = 2**14
+"""Each rank sends each other one 48 elements; in large groups fewer, so that all make up about as many."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
@@ -62,18 +63,20 @@ def pattern(member: int, length: int, dtype: torch.dtype, num_members: int) -> T
     return (1.0 + steps.to(torch.float64) * step).to(dtype)
 
 
-def check_collectives(axis: str, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> Checked:
-    """Every collective over one group, in every dtype; `ranks` are the group's members in order."""
-    me, wrong, count = dist.get_rank(), [], 0
-    for dtype in DTYPES:
-        given = [pattern(member, _LENGTH * len(ranks), dtype, len(ranks)) for member in range(len(ranks))]
-        for kind, run in _RUNS.items():
-            got, wanted = run(given, list(ranks).index(me), ranks, group, device)
-            count += 1
-            problem = _compare(got.cpu(), wanted)
-            if problem:
-                wrong.append(Wrong(kind, str(dtype).removeprefix("torch."), axis, me, problem))
-    return Checked(count, tuple(wrong))
+def check_collectives(
+    axis: str, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Checked:
+    """Check every collective over one group in one dtype; `ranks` are the group's members in order."""
+    me, wrong = dist.get_rank(), []
+    size = len(ranks)
+    length = max(_LEAST_LENGTH, min(_LENGTH, _MOST_ELEMENTS // size))
+    given = [pattern(member, length * size, dtype, size) for member in range(size)]
+    for kind, run in _RUNS.items():
+        got, wanted = run(given, list(ranks).index(me), ranks, group, device)
+        problem = _compare(got.cpu(), wanted)
+        if problem:
+            wrong.append(Wrong(kind, str(dtype).removeprefix("torch."), axis, me, problem))
+    return Checked(len(_RUNS), tuple(wrong))
 
 
 def _compare(got: Tensor, wanted: Tensor) -> str:
@@ -116,17 +119,19 @@ def _all_gather(
 def _reduce_scatter(
     given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    part = torch.empty(_LENGTH, dtype=given[0].dtype, device=device)
+    length = given[0].numel() // len(given)
+    part = torch.empty(length, dtype=given[0].dtype, device=device)
     reduce_scatter_single(part, given[me].to(device), group=group)
-    return part, _sum(given)[me * _LENGTH : (me + 1) * _LENGTH]
+    return part, _sum(given)[me * length : (me + 1) * length]
 
 
 def _all_to_all(
     given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Uneven: a rank keeps one element of its share for each rank before the receiver, as experts' rows come."""
-    sent = [[_LENGTH - (sender + receiver) % 3 for receiver in range(len(given))] for sender in range(len(given))]
-    starts = [receiver * _LENGTH for receiver in range(len(given))]
+    length = given[0].numel() // len(given)
+    sent = [[length - (sender + receiver) % 3 for receiver in range(len(given))] for sender in range(len(given))]
+    starts = [receiver * length for receiver in range(len(given))]
     mine = torch.cat([given[me][start : start + size] for start, size in zip(starts, sent[me], strict=True)]).to(device)
     sizes = [sent[sender][me] for sender in range(len(given))]
     got = torch.empty(sum(sizes), dtype=mine.dtype, device=device)

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from shardwright.errors import InputError, ShardwrightError
 from shardwright.probe import bandwidth, clock, correctness, health, host, links, matmul, software, storage
+from shardwright.probe.budget import judge_omissions
 from shardwright.probe.examination import (
     STAGES,
     Order,
@@ -120,7 +121,7 @@ def examine_rank(order: Order, ranks: RankEnvironment, deliver: Callable[[Diagno
             meeting = meet(ranks, order.timeout_seconds)
             watch.close()
             watch = Watch(order.timeout_seconds, expired, ranks.rank, meeting.store)
-            room = replace(room, meeting=meeting, watch=watch)
+            room = room.join(meeting, watch)
         measure(room)
         reports = hand_in(room)
     except NotMet as error:
@@ -163,6 +164,7 @@ def diagnose(
     if meeting is not None:
         times = [one for report in reports.values() for one in report.link_times]
         findings += links.judge_links(times, meeting.seats, first.device_kind)
+    findings += judge_omissions(first.omissions, order.budget_seconds, order.timeout_seconds)
     return Diagnosis(
         findings=(*findings, *beside),
         world_size=size,

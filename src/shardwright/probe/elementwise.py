@@ -19,7 +19,11 @@ from shardwright.probe.matmul import DTYPES, best_seconds
 
 _FORWARD_WIDTHS, _BACKWARD_WIDTHS = 3 + 2 + 5, 2 + 4 + 11
 """Tensors read and written by a residual sum, a norm and a gate, as `planner.compute` counts them."""
-_ROUNDS = 100
+TRIAL_ELEMENTS = 2**18
+"""Of the tensor that is tried first."""
+_ROUNDS, _FEWEST_ROUNDS = 100, 3
+_HANDOFF_SECONDS = 5.0
+"""What all rounds of a handoff may take together; slow messages make fewer rounds."""
 _MESSAGE_ELEMENTS = 2**16
 _WORK_SECONDS = 5e-3
 """What a rank computes between two meetings: about a layer of a small model."""
@@ -43,6 +47,13 @@ def time_elementwise(precision: str, tokens: int, width: int, device: torch.devi
     backward = best_seconds(lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True), device, seconds=seconds / 2)
     moved = tokens * width * x_ND.element_size()
     return ElementwiseRate(precision, tokens, width, _FORWARD_WIDTHS * moved / forward, _BACKWARD_WIDTHS * moved / backward)
+
+
+def call_seconds(rate: ElementwiseRate) -> float:
+    """Return the seconds of one forward and backward call at this rate."""
+    num_bytes = rate.tokens * rate.width * DTYPES[rate.precision].itemsize
+    forward = _FORWARD_WIDTHS * num_bytes / rate.forward_bytes_per_second
+    return forward + _BACKWARD_WIDTHS * num_bytes / rate.backward_bytes_per_second
 
 
 def time_handoff(device: torch.device) -> float:
@@ -69,14 +80,18 @@ def time_handoff(device: torch.device) -> float:
         work()
         meet()
 
-    alone, meeting, together = (_each_round(what, device) for what in (work, meet, both))
+    # All ranks make as many rounds: one with both takes about as long as one of each alone.
+    trial = torch.tensor(min(_each_round(both, device, _FEWEST_ROUNDS)), device=device)
+    dist.all_reduce(trial, op=dist.ReduceOp.MAX)
+    rounds = int(min(_ROUNDS, max(_FEWEST_ROUNDS, _HANDOFF_SECONDS / (2 * float(trial)))))
+    alone, meeting, together = (_each_round(what, device, rounds) for what in (work, meet, both))
     return max(0.0, mean(together) - mean(alone) - min(meeting))
 
 
-def _each_round(what: Callable[[], object], device: torch.device) -> list[float]:
+def _each_round(what: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
     dist.barrier()
     taken = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         began = time.perf_counter()
         what()
         if device.type == "cuda":

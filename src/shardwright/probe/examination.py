@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -23,7 +24,8 @@ from shardwright.hardware import AttentionRate, ElementwiseRate, MatmulRate
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
-from shardwright.probe import bandwidth, clock, correctness, elementwise, health, host, links, matmul, software, storage
+from shardwright.probe import bandwidth, clock, correctness, elementwise, health, host, links, matmul, ordered, software, storage
+from shardwright.probe.budget import Agree, Agreement, Budget, Omission, agree_alone
 from shardwright.probe.finding import Finding, name_ranks
 from shardwright.probe.host import Host
 from shardwright.probe.rendezvous import Meeting
@@ -31,7 +33,7 @@ from shardwright.probe.software import Software
 from shardwright.probe.watch import BROKEN, Watch, wait_for_reports
 from shardwright.train.outcome import first_line
 from shardwright.train.ranks import RankEnvironment
-from shardwright.units import MIB_BYTES
+from shardwright.units import MIB_BYTES, format_bytes
 
 STAGES = (
     "software", "host", "groups", "products", "attention", "elementwise", "copies", "folders", "clocks", "correctness",
@@ -42,6 +44,18 @@ STAGES = (
 _SIZES = {"cpu": (4096, 256 * 1024, 4 * MIB_BYTES), "cuda": (64 * 1024, MIB_BYTES, 16 * MIB_BYTES, 256 * MIB_BYTES)}
 _GROUP_PATIENCE = {"cpu": 0.7, "cuda": 2.0}
 """Of the time-out, what a collective waits. gloo raises, which a rank can report; NCCL ends the process: the watch comes first."""
+CALIBRATION_SECONDS = 120.0
+_SHARES = {"products": 0.4, "attention": 0.3, "elementwise": 0.1, "messages": 0.2}
+"""Of the seconds that a calibration may measure for."""
+_NUM_CALLS = 120
+"""Of the longest calls that a calibration should make, as many fit into its budget: 1 s each of 120 s."""
+_CALLS_BEFORE_TIMEOUT = 12
+"""Of the longest calls that a calibration makes, as many fit into the watch's time: 5 s each of 60 s."""
+_COLLECTIVES_SECONDS, _RESULTS_SECONDS, _LINKS_SECONDS = 30.0, 20.0, 20.0
+"""Of the usual messages, the check of results and the links of pairs."""
+_LONGEST_MESSAGE_SECONDS = 2.0
+_ROUNDS_SECONDS = 0.25
+"""What repeated calls of a short problem take, its preparation included."""
 _LINK_BYTES = {"cpu": MIB_BYTES, "cuda": 64 * MIB_BYTES}
 
 
@@ -61,6 +75,8 @@ class Order:
     """(precision, tokens, width); where any are asked for, what ranks lose where they meet is measured, too."""
     inter_link: str | None = None
     """Between nodes, as the catalogue calls it."""
+    budget_seconds: float = CALIBRATION_SECONDS
+    """What `products`, `messages`, `attention` and `elementwise` may take together."""
 
 
 @dataclass
@@ -87,6 +103,7 @@ class RankReport:
     checked: list[correctness.Checked] = field(default_factory=list)
     times: list[bandwidth.GroupTime] = field(default_factory=list)
     link_times: list[links.LinkTime] = field(default_factory=list)
+    omissions: list[Omission] = field(default_factory=list)
     failure: tuple[str, str] | None = None
 
 
@@ -105,6 +122,24 @@ class Room:
     report: RankReport
     owns_group: bool = True
     """Whether the process group is the examination's own, to be made and left; not where the caller is a member of one already."""
+    agree: Agree = agree_alone
+
+    def join(self, meeting: Meeting, watch: Watch) -> Room:
+        """Return the room after the rendezvous, where ranks agree through the store."""
+        return replace(self, meeting=meeting, watch=watch, agree=Agreement(meeting, watch))
+
+    def limit(self, kind: str) -> ordered.TimeLimit:
+        """Start the time that a calibration has for one kind of problem."""
+        most_call_seconds = self.order.timeout_seconds / _CALLS_BEFORE_TIMEOUT
+        return ordered.TimeLimit(
+            Budget(self.order.budget_seconds * _SHARES[kind], self.agree),
+            call_seconds=min(self.order.budget_seconds / _NUM_CALLS, most_call_seconds),
+            most_call_seconds=most_call_seconds,
+        )
+
+    def omit(self, kind: str, wanted: str, seconds: float, measured: str = "") -> None:
+        """Note a problem that is too slow to measure."""
+        self.report.omissions.append(Omission(kind, wanted, seconds, measured))
 
 
 def open_report(ranks: RankEnvironment, device: torch.device) -> RankReport:
@@ -145,13 +180,15 @@ def measure(room: Room) -> None:
             with room.watch.stage(name):
                 _begin_together(room, name)
                 stage(room)
-        except (RuntimeError, OSError, RankFailed) as error:
+        except RankFailed:  # the rank that broke off reports why
+            leave_groups(room)
+            break
+        except (RuntimeError, OSError) as error:
             room.report.failure = (name, first_line(str(error)))
             if room.meeting is not None:
                 room.meeting.store.set(BROKEN, str(room.ranks.rank))
+            leave_groups(room)  # peers that wait for this rank hear of it now, not at the end of their own time
             break
-    if room.report.failure is not None:
-        leave_groups(room)  # peers that wait for this rank hear of it now, not at the end of their own time
 
 
 def _begin_together(room: Room, stage: str) -> None:
@@ -183,28 +220,42 @@ def _join_groups(room: Room) -> None:
 
 
 def _time_products(room: Room) -> None:
-    size, device = matmul.usual_size(room.device), room.device
-    wanted = [(precision, size, size, size) for precision in matmul.precisions_of(device)]
-    for precision, m, n, k in (*wanted, *room.order.products):
-        room.report.products.append(matmul.time_product(precision, m, n, k, device))
-        room.watch.progress()
+    device, order = room.device, room.order
+    precisions = [*matmul.precisions_of(device), *(shape[0] for shape in order.products)]
+    seconds_per_flop = {}
+    for precision in dict.fromkeys(precisions):
+        for rate in matmul.time_squares(precision, device, room.agree):
+            room.report.products.append(rate)
+            room.watch.progress()
+        seconds_per_flop[precision] = room.agree(1 / room.report.products[-1].flops_per_second)
     if device.type == "cuda":
         with health.under_load(device):
             room.report.gpu_loaded, _ = health.read_gpu(device, os.getpid())
+    if order.products:
+        limit = room.limit("products")
+        measured = tuple(room.report.products)
+        found = ordered.time_products(order.products, measured, seconds_per_flop, device, limit)
+        _record(room, found, room.report.products)
+
+
+def _record(room: Room, found: ordered.Found[ordered.Rate], rates: list[ordered.Rate]) -> None:
+    for one in found:
+        if isinstance(one, Omission):
+            room.report.omissions.append(one)
+        else:
+            rates.append(one)
+            room.watch.progress()
 
 
 def _time_attention(room: Room) -> None:
-    for rows in room.order.attention:
-        rate = matmul.time_attention(rows, room.device)
-        if rate is not None:
-            room.report.attention.append(rate)
-        room.watch.progress()
+    found = ordered.time_attention(room.order.attention, room.device, room.limit("attention"))
+    _record(room, found, room.report.attention)
 
 
 def _time_elementwise(room: Room) -> None:
-    for precision, tokens, width in room.order.elementwise:
-        room.report.elementwise.append(elementwise.time_elementwise(precision, tokens, width, room.device))
-        room.watch.progress()
+    limit = room.limit("elementwise")
+    found = ordered.time_elementwise(room.order.elementwise, room.device, limit)
+    _record(room, found, room.report.elementwise)
 
 
 def _time_handoff(room: Room) -> None:
@@ -244,25 +295,69 @@ def _members(room: Room, groups: bandwidth.Groups) -> tuple[dist.ProcessGroup, t
 
 
 def _check_results(room: Room) -> None:
+    budget, last_seconds = Budget(_RESULTS_SECONDS, room.agree), 0.0
     for groups in bandwidth.groups_of(room.order.layout):
         group, ranks = _members(room, groups)
-        room.report.checked.append(correctness.check_collectives(groups.name, group, ranks, room.device))
-        room.watch.progress()
+        for dtype in correctness.DTYPES:
+            if not budget.affords(last_seconds):
+                name = str(dtype).removeprefix("torch.")
+                room.omit("results", f"{name} over {groups.name}", last_seconds)
+                continue
+            began = time.monotonic()
+            checked = correctness.check_collectives(groups.name, group, ranks, room.device, dtype)
+            room.report.checked.append(checked)
+            last_seconds = time.monotonic() - began
+            room.watch.progress()
 
 
 def _time_collectives(room: Room) -> None:
+    seconds = _COLLECTIVES_SECONDS
+    if room.order.messages:
+        seconds += room.order.budget_seconds * _SHARES["messages"]
+    budget = Budget(seconds, room.agree)
     for groups in bandwidth.groups_of(room.order.layout):
         group, ranks = _members(room, groups)
         for kind in bandwidth.KINDS:
             extra = [size for name, members, size in room.order.messages if (name, members) == (kind, groups.size)]
             sizes = {bandwidth.whole_bytes(size, groups.size) for size in (*_SIZES[room.device.type], *extra)}
-            for size in sorted(sizes):
-                room.report.times.append(bandwidth.time_collective(kind, groups.name, group, ranks, size, room.device))
-                room.watch.progress()
+            _time_sizes(room, budget, groups.name, kind, sorted(sizes), group, ranks)
+
+
+def _time_sizes(
+    room: Room,
+    budget: Budget,
+    axis: str,
+    kind: CollectiveKind,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+) -> None:
+    """Measure one collective by growing message; each time predicts the next."""
+    byte_seconds = 0.0
+    for size in sizes:
+        call_seconds = room.agree(size * byte_seconds)
+        is_short = call_seconds <= _LONGEST_MESSAGE_SECONDS
+        if not budget.affords(_ROUNDS_SECONDS + 2 * call_seconds) or not is_short:
+            room.omit("messages", f"{kind} of {format_bytes(size)} over {axis}", call_seconds)
+            continue
+        one = bandwidth.time_collective(kind, axis, group, ranks, size, room.device)
+        room.report.times.append(one)
+        byte_seconds = one.seconds / size
+        room.watch.progress()
 
 
 def _time_links(room: Room) -> None:
-    room.report.link_times = links.time_links(room.device, _LINK_BYTES[room.device.type])
+    num_bytes = _LINK_BYTES[room.device.type]
+    num_directions = 2 * len(links.pairings(room.ranks.world_size))
+    budget, num_done = Budget(_LINKS_SECONDS, room.agree), 0
+    for one in links.time_links(room.device, num_bytes, budget):
+        if one is not None:
+            room.report.link_times.append(one)
+        num_done += 1
+        room.watch.progress()
+    if num_done < num_directions:
+        left = f"{num_directions - num_done} of {num_directions} rounds"
+        room.omit("pairs", left, _LINKS_SECONDS / max(1, num_done))
 
 
 def hand_in(room: Room) -> dict[int, RankReport]:

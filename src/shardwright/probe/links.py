@@ -7,7 +7,7 @@ one); first one side of every pair sends, then the other. Many ranks play some o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.probe.bandwidth import send_or_receive
+from shardwright.probe.budget import Budget
 from shardwright.probe.finding import Finding, Verdict, name_ranks, worst
 from shardwright.probe.outliers import LINK_LIMITS, Odd, find_odd
 from shardwright.probe.rendezvous import Seat
@@ -23,6 +24,10 @@ SECTION = "links"
 
 _MOST_ROUNDS = 15
 _REPEATS = 4
+_SMALL_SHARE = 16
+"""A link is tried with a message smaller by this factor, which says how many whole ones it can take."""
+_LONGEST_SECONDS = 2.0
+"""Of the whole messages in one direction of a link."""
 
 Pair = tuple[int, int]
 """From, to."""
@@ -57,27 +62,49 @@ def pairings(world_size: int, most: int = _MOST_ROUNDS) -> list[dict[int, int]]:
     return rounds
 
 
-def time_links(device: torch.device, num_bytes: int) -> list[LinkTime]:
-    """What this rank sent to each of its partners; every rank of the world calls this."""
-    me, found = dist.get_rank(), []
-    message, answer = torch.ones(num_bytes // 4, device=device), torch.ones(1, device=device)
+def time_links(device: torch.device, num_bytes: int, budget: Budget) -> Iterator[LinkTime | None]:
+    """Yield, direction by direction, what this rank sent its partner; None where it received or rested.
+
+    Every rank of the world calls this. It ends early, on all ranks alike, when the budget is spent.
+    """
+    me, last_seconds = dist.get_rank(), 0.0
     for partners in pairings(dist.get_world_size()):
         partner = partners.get(me)
         for low_sends in (True, False):
+            if not budget.affords(last_seconds):
+                return
             dist.barrier()
-            if partner is None:
-                continue
-            sends = (me < partner) == low_sends
-            best = float("inf")
-            for _ in range(1 + _REPEATS):  # the first opens the connection
-                began = time.perf_counter()
-                send_or_receive(message, answer, partner, sends=sends)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                best = min(best, time.perf_counter() - began)
-            if sends:
-                found.append(LinkTime(me, partner, num_bytes, best))
-    return found
+            began = time.perf_counter()
+            sends = partner is not None and (me < partner) == low_sends
+            found = None if partner is None else _time_link(device, num_bytes, partner, sends=sends)
+            last_seconds = time.perf_counter() - began
+            yield found if sends else None
+
+
+def _time_link(device: torch.device, num_bytes: int, partner: int, *, sends: bool) -> LinkTime:
+    """Time one direction of a link; the sender tells how many whole messages it takes, at least none."""
+    answer = torch.ones(1, device=device)
+
+    def time_message(size: int) -> float:
+        message = torch.ones(max(1, size // 4), device=device)
+        began = time.perf_counter()
+        send_or_receive(message, answer, partner, sends=sends)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    small = num_bytes // _SMALL_SHARE
+    time_message(small)  # opens the connection
+    small_seconds = min(time_message(small) for _ in range(2))
+    repeats = torch.zeros(1, device=device)
+    if sends:
+        repeats.fill_(min(_REPEATS, int(_LONGEST_SECONDS / (small_seconds * _SMALL_SHARE))))
+        dist.send(repeats, dst=partner)
+    else:
+        dist.recv(repeats, src=partner)
+    whole = [time_message(num_bytes) for _ in range(int(repeats))]
+    peers = (dist.get_rank(), partner)
+    return LinkTime(*peers, num_bytes, min(whole)) if whole else LinkTime(*peers, small, small_seconds)
 
 
 def judge_links(times: Sequence[LinkTime], seats: Mapping[int, Seat], device_kind: str) -> list[Finding]:

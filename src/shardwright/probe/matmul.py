@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,8 @@ from shardwright.errors import InputError
 from shardwright.hardware import AttentionRate, MatmulRate, find_link
 from shardwright.hardware.load import find_accelerator
 from shardwright.hardware.profile import attention_flops
-from shardwright.probe.finding import Finding, graded, name_ranks
+from shardwright.probe.budget import Agree
+from shardwright.probe.finding import Finding, graded, name_ranks, worst
 from shardwright.probe.outliers import find_odd, limits_for
 from shardwright.units import MIB_BYTES, format_flops_per_second
 
@@ -34,6 +37,19 @@ DTYPES = {
 _SHARE_WARN, _SHARE_FAIL = 0.6, 0.3
 """Of the data sheet's peak. Large square products reach 70 to 85% of it on a healthy GPU."""
 _COPY_WARN, _COPY_FAIL = 0.6, 0.3
+
+_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+"""Sides of square products. A device reaches its best rate at the last, which takes well below a second."""
+_LONGEST_SQUARE_SECONDS = 0.5
+TRIAL_FLOPS = {"cpu": 2e7, "cuda": 1e11}
+"""Of the attention that is tried first."""
+_EMULATED = 1.5
+"""Times that fp32 products are faster than 16-bit ones where these are emulated. Units for bf16 make
+them faster than fp32; conversions to fp32 and back cost more than a third of a product's time."""
+
+
+Shape = tuple[str, int, int, int]
+"""Of a product: precision, m, n, k."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +83,58 @@ def precisions_of(device: torch.device) -> tuple[str, ...]:
     return ("fp32", "bf16") if device.type == "cpu" else ("fp32", "tf32", "bf16", "fp16")
 
 
-def usual_size(device: torch.device) -> int:
-    """Side of a square product that a device of this kind runs at its best rate, in a fraction of a second."""
-    return 1024 if device.type == "cpu" else 8192
+def time_squares(precision: str, device: torch.device, agree: Agree) -> Iterator[MatmulRate]:
+    """Yield rates of square products of growing size, until the next would take too long on any rank."""
+    call_seconds = 0.0
+    for side in _SIDES[device.type]:
+        if call_seconds and agree(8 * call_seconds) > _LONGEST_SQUARE_SECONDS:
+            return
+        rate = time_product(precision, side, side, side, device)
+        call_seconds = 2.0 * side**3 / rate.flops_per_second
+        yield rate
+
+
+def reduce_product(m: int, n: int, k: int, most_flops: float) -> tuple[int, int, int]:
+    """Return the product with fewer rows, then fewer columns, so that it takes at most so many FLOPs.
+
+    >>> reduce_product(1024, 512, 256, 1e9), reduce_product(1024, 512, 256, 1e8)
+    ((1024, 512, 256), (381, 512, 256))
+    """
+    rows = min(m, max(1, int(most_flops / (2.0 * n * k))))
+    columns = min(n, max(1, int(most_flops / (2.0 * rows * k))))
+    return rows, columns, k
+
+
+def name_shape(shape: Shape) -> str:
+    """Return the name of a product.
+
+    >>> name_shape(("bf16", 1024, 512, 192))
+    'bf16 1024 x 512 x 192'
+    """
+    precision, *sides = shape
+    return f"{precision} {' x '.join(map(str, sides))}"
+
+
+def name_rows(rows: Rows) -> str:
+    """Return the name of attention over some rows."""
+    return f"{rows.precision} {rows.num_rows} x {rows.row_tokens} tokens"
+
+
+def attention_seconds(flops: float, rate: AttentionRate) -> float:
+    """Return the seconds of a forward pass of so many FLOPs and its backward pass."""
+    return flops / rate.forward_flops_per_second + 2.5 * flops / rate.backward_flops_per_second
+
+
+def reduce_rows(rows: Rows, most_flops: float) -> Rows:
+    """Return attention over fewer rows, then fewer heads, with at most so many FLOPs if that is possible.
+
+    The length of a row stays, because the rate depends on it.
+    """
+    num_rows = max(1, min(rows.num_rows, int(most_flops / replace(rows, num_rows=1).flops)))
+    few = replace(rows, num_rows=num_rows)
+    while few.flops > most_flops and few.num_kv_heads % 2 == 0 and few.num_heads % 2 == 0:
+        few = replace(few, num_heads=few.num_heads // 2, num_kv_heads=few.num_kv_heads // 2)
+    return few
 
 
 def time_product(precision: str, m: int, n: int, k: int, device: torch.device, *, seconds: float = 0.2) -> MatmulRate:
@@ -123,9 +188,15 @@ def _products_in(precision: str) -> Iterator[None]:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, *, seconds: float) -> float:
-    """Least seconds of one call of `work` over five rounds; CUDA's by its own events, so that the host's part is left out."""
+    """Return the least seconds of one call in rounds that take about `seconds` together.
+
+    Work that takes `seconds` or more is called twice, once to warm up. CUDA is timed by its own events,
+    so that the host's part is left out.
+    """
     work()
     first = _round_seconds(work, device, 1)
+    if first >= seconds:
+        return first
     calls = max(1, int(seconds / 5 / max(first, 1e-7)))
     rounds = 5 if first * 5 < 2 * seconds else 3
     return min(_round_seconds(work, device, calls) for _ in range(rounds)) / calls
@@ -166,26 +237,63 @@ def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]
 
 
 def judge_products(rates: Mapping[int, Sequence[MatmulRate]], device_kind: str, names: Mapping[int, str]) -> list[Finding]:
-    """Rates by rank: each precision against the data sheet where the device is known, and the ranks against each other."""
+    """Judge square products by rank, each precision at the largest size that all ranks measured.
+
+    They are compared with the data sheet where the device is known, with fp32 where they are 16-bit
+    ones, and between ranks.
+    """
     findings = []
     for precision in dict.fromkeys(rate.precision for found in rates.values() for rate in found):
-        by_rank = {
-            rank: max(rate.flops_per_second for rate in found if rate.precision == precision)
+        by_side = {
+            rank: {rate.m: rate.flops_per_second for rate in found if rate.precision == precision}
             for rank, found in rates.items()
             if any(rate.precision == precision for rate in found)
         }
+        side = min(max(sides) for sides in by_side.values())
+        by_rank = {rank: sides[side] for rank, sides in by_side.items()}
         slowest, fastest = min(by_rank.values()), max(by_rank.values())
-        told = format_flops_per_second(slowest) + (f" to {format_flops_per_second(fastest)}" if fastest > 1.02 * slowest else "")
+        value = format_flops_per_second(slowest)
+        value += f" to {format_flops_per_second(fastest)}" if fastest > 1.02 * slowest else ""
+        if side < max(_SIDES[device_kind]):
+            value += f" ({side} x {side} x {side})"
         peak = _peak(names[min(names)], precision) if device_kind == "cuda" else None
-        verdict, remedy = graded(1.0, warn=_SHARE_WARN, fail=_SHARE_FAIL), ""
+        verdict, remedies = graded(1.0, warn=_SHARE_WARN, fail=_SHARE_FAIL), []
         if peak is not None:
-            told += f", {fastest / peak:.0%} of the data sheet's {format_flops_per_second(peak)}"
+            value += f", {fastest / peak:.0%} of the data sheet's {format_flops_per_second(peak)}"
             verdict = graded(fastest / peak, warn=_SHARE_WARN, fail=_SHARE_FAIL)
-            remedy = "Clocks, power limit or another process: nvidia-smi -q -d CLOCK,POWER,PERFORMANCE"
-        numbers = {"flops_per_second": dict(by_rank), "peak_flops_per_second": peak}
-        findings.append(Finding(SECTION, f"products, {precision}", verdict, told, remedy, numbers))
+            if verdict != "pass":
+                remedies.append("Clocks, power limit or another process: nvidia-smi -q -d CLOCK,POWER,PERFORMANCE")
+        numbers: dict[str, Any] = {"flops_per_second": by_rank, "peak_flops_per_second": peak, "side": side}
+        slower = _times_slower_than_fp32(rates, precision)
+        if slower:
+            numbers["times_slower_than_fp32"] = slower
+        emulating = {rank: times for rank, times in slower.items() if times > _EMULATED}
+        if emulating:
+            where = "here" if len(emulating) == len(slower) else f"on {name_ranks(emulating)}"
+            times = median(emulating.values())
+            told = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
+            value = f"{precision} is emulated {where}, {told} times slower than fp32: use fp32; {value}"
+            verdict = worst([verdict, "warn"])
+            remedies.append("`precision: fp32` in the recipe, or --set precision=fp32")
+        findings.append(Finding(SECTION, f"products, {precision}", verdict, value, "; ".join(remedies), numbers))
         findings += judge_ranks(by_rank, device_kind, f"products, {precision}", format_flops_per_second)
     return findings
+
+
+def _times_slower_than_fp32(rates: Mapping[int, Sequence[MatmulRate]], precision: str) -> dict[int, float]:
+    """Return by rank how many times faster fp32 is, at the largest size measured in both.
+
+    Empty for precisions of more than 16 bits.
+    """
+    found: dict[int, float] = {}
+    if precision not in ("bf16", "fp16"):
+        return found
+    for rank, of_rank in rates.items():
+        wide, half = ({rate.m: rate.flops_per_second for rate in of_rank if rate.precision == name} for name in ("fp32", precision))
+        shared = wide.keys() & half.keys()
+        if shared:
+            found[rank] = wide[max(shared)] / half[max(shared)]
+    return found
 
 
 def judge_ranks(by_rank: Mapping[int, float], device_kind: str, what: str, show: Callable[[float], str]) -> list[Finding]:

@@ -19,6 +19,9 @@ from shardwright.units import GIB_BYTES, MIB_BYTES, format_bytes
 SECTION = "storage"
 
 _PREFIX = ".shardwright-doctor-"
+_TRIAL_BYTES = MIB_BYTES
+_LONGEST_WRITE_SECONDS = 5.0
+"""A slow disk gets a smaller file, by what a trial of one MiB takes."""
 _LEAST_FREE = 5 * GIB_BYTES
 _SLOW_BYTES_PER_SECOND = 100e6
 """A disk that writes less holds up every save: a spinning disk, or a share that is full."""
@@ -66,24 +69,34 @@ def existing(path: Path) -> Path:
 
 
 def time_write(folder: Folder, *, num_bytes: int = 32 * MIB_BYTES) -> Written:
-    """Write a file of random bytes (nothing can compress them), bring it to the device, remove it."""
+    """Write a file of random bytes (nothing can compress them), bring it to the device, remove it.
+
+    The file is smaller than `num_bytes` where the disk would take more than a few seconds for it.
+    """
     place = existing(Path(folder.path))
     path = place / f"{_PREFIX}{secrets.token_hex(8)}"
-    block = os.urandom(min(num_bytes, 4 * MIB_BYTES))
     try:
-        began = time.perf_counter()
-        with path.open("wb", buffering=0) as file:
-            for _ in range(max(1, num_bytes // len(block))):
-                file.write(block)
-            os.fsync(file.fileno())
-        seconds = time.perf_counter() - began
+        seconds = _write_seconds(path, written := min(num_bytes, _TRIAL_BYTES))
+        affordable = min(num_bytes, int(written * _LONGEST_WRITE_SECONDS / seconds))
+        if affordable > written:
+            seconds = _write_seconds(path, written := affordable)
         free = shutil.disk_usage(place).free
     except OSError as error:
         return Written(folder.use, str(place), problem=error.strerror or str(error))
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    return Written(folder.use, str(place), free, max(1, num_bytes // len(block)) * len(block) / seconds)
+    return Written(folder.use, str(place), free, written / seconds)
+
+
+def _write_seconds(path: Path, num_bytes: int) -> float:
+    block = memoryview(os.urandom(min(num_bytes, 4 * MIB_BYTES)))
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, num_bytes, len(block)):
+            file.write(block[: num_bytes - start])
+        os.fsync(file.fileno())
+    return time.perf_counter() - began
 
 
 def look_for_others(folder: Folder, store: dist.Store, rank: int, world_size: int, *, wait_seconds: float = 10.0) -> Sight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shardwright.cli.doctor import doctor_command
 from shardwright.cli.doctor_table import show
 from shardwright.cli.main import run
 from shardwright.errors import ExitCode
 from shardwright.probe.bandwidth import GroupTime, judge_collectives
+from shardwright.probe.examination import CALIBRATION_SECONDS
 from shardwright.probe.finding import Finding
 
 RANKS = tuple(range(8))
@@ -64,6 +67,10 @@ def test_the_tables_fit_and_say_what_to_do(width: int) -> None:
 def test_wrong_words_are_told_before_anything_starts(words: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", *words]) == ExitCode.WRONG_INPUT
     assert field in capsys.readouterr().err
+
+
+def test_the_budget_is_that_of_an_order() -> None:
+    assert inspect.signature(doctor_command).parameters["budget"].default == CALIBRATION_SECONDS
 
 
 def test_a_checklist_that_fails_leaves_with_1_and_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from shardwright.errors import RankFailed
 from shardwright.layout import Layout
-from shardwright.probe.clock import Offset, estimate_offset
+from shardwright.probe import clock, storage
+from shardwright.probe.budget import Agreement, Budget
+from shardwright.probe.clock import Offset, estimate_offset, judge_clocks
 from shardwright.probe.doctor import examine_rank
 from shardwright.probe.examination import STAGES, Order
 from shardwright.probe.rendezvous import Meeting, NotMet, Seat, meet, reach
@@ -148,6 +150,69 @@ def test_a_folder_that_takes_no_files_is_a_problem(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Path, "open", refuse)
     assert time_write(Folder("runs", str(tmp_path), True)).problem == "No space left on device"
+
+
+def test_a_slow_disk_gets_a_smaller_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[int] = []
+
+    def write_seconds(path: Path, num_bytes: int) -> float:
+        written.append(num_bytes)
+        return num_bytes / rate
+
+    monkeypatch.setattr(storage, "_write_seconds", write_seconds)
+    for rate, sizes in ((1e9, [2**20, 2**25]), (1e6, [2**20, 5 * 10**6]), (1e5, [2**20])):
+        written.clear()
+        found = time_write(Folder("runs", str(tmp_path), True))
+        assert written == pytest.approx(sizes, rel=1e-6)
+        assert found.bytes_per_second == pytest.approx(rate)
+
+
+def test_ranks_whose_turn_at_the_clock_comes_too_late_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "_LONGEST_SECONDS", -1.0)
+    stores = connected(3)
+    assert in_threads(3, lambda rank: estimate_offset(stores[rank], rank, 3)) == [None] * 3
+    monkeypatch.setattr(clock, "_LONGEST_SECONDS", 10.0)
+    (finding,) = judge_clocks({1: Offset(0.0, 1e-4)}, dict.fromkeys(range(3), "a"))
+    assert "on 1 of 2 ranks, all that answered in 10 s" in finding.value
+
+
+def agreements(count: int) -> tuple[list[Agreement], list[Watch]]:
+    stores = connected(count)
+    seats = {rank: Seat("a", "a", rank) for rank in range(count)}
+    watches = [Watch(60.0, lambda stage: None, rank, stores[rank]) for rank in range(count)]
+    meetings = [Meeting(rank, seats, stores[rank], stores[rank], "", 0.0) for rank in range(count)]
+    return [Agreement(*pair) for pair in zip(meetings, watches, strict=True)], watches
+
+
+def test_ranks_agree_on_the_largest_number_of_each_call() -> None:
+    agree, watches = agreements(3)
+    given = {0: [1.0, 5e-7], 1: [0.25, 2.0], 2: [3.5, 0.0]}
+    found = in_threads(3, lambda rank: [agree[rank](number) for number in given[rank]])
+    assert found == [[3.5, 2.0]] * 3
+    for watch in watches:
+        watch.close()
+
+
+def test_a_budget_ends_on_all_ranks_when_it_ends_on_one() -> None:
+    agree, watches = agreements(2)
+    late = time.monotonic() - 100
+    budgets = [Budget(50.0, agree[0]), Budget(50.0, agree[1], started=late)]
+    assert in_threads(2, lambda rank: budgets[rank].affords(1.0)) == [False, False]
+    budgets[1].seconds = budgets[0].seconds = 1000.0
+    assert in_threads(2, lambda rank: budgets[rank].affords(1.0)) == [True, True]
+    for watch in watches:
+        watch.close()
+
+
+def test_nobody_waits_for_the_number_of_a_rank_that_broke_off() -> None:
+    agree, watches = agreements(2)
+    watches[1]._store.set(BROKEN, "1")  # type: ignore[union-attr]
+    with pytest.raises(RankFailed):
+        agree[0](1.0)
+    for watch in watches:
+        watch.close()
 
 
 class Clock:

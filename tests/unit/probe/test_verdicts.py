@@ -11,6 +11,7 @@ import torch
 from shardwright.hardware import MatmulRate
 from shardwright.layout import Layout
 from shardwright.probe.bandwidth import GroupTime, groups_of, judge_collectives, merge_times, whole_bytes
+from shardwright.probe.budget import Omission, judge_omissions
 from shardwright.probe.clock import Offset, judge_clocks
 from shardwright.probe.correctness import Checked, Wrong, judge_correctness, pattern
 from shardwright.probe.examination import RankReport, judge_reports_missing
@@ -44,6 +45,67 @@ def test_products_are_held_against_the_data_sheet_and_each_other() -> None:
 
 def test_a_device_that_no_data_sheet_knows_is_only_compared() -> None:
     assert bad(judge_products(products({0: 1.0, 1: 0.9}), "cuda", {0: "abacus", 1: "abacus"})) == {}
+
+
+def squares(gigaflops: dict[str, dict[int, float]]) -> list[MatmulRate]:
+    """Square products of one rank: GFLOP/s by precision and side."""
+    return [
+        MatmulRate(precision, side, side, side, 1e9 * rate)
+        for precision, rates in gigaflops.items()
+        for side, rate in rates.items()
+    ]
+
+
+EMULATING = squares({"fp32": {128: 60, 256: 92, 512: 87, 1024: 80}, "bf16": {128: 3.0, 256: 0.7}})
+NATIVE = squares({"fp32": {128: 60, 256: 92}, "bf16": {128: 200, 256: 400}})
+
+
+def test_emulated_bf16_is_a_warning_with_its_ratio() -> None:
+    names = {0: "", 1: ""}
+    findings = judge_products({0: EMULATING, 1: EMULATING}, "cpu", names)
+    assert bad(findings) == {"products, bf16": "warn"}
+    (finding,) = [one for one in findings if one.verdict == "warn"]
+    assert finding.value.startswith("bf16 is emulated here, 131 times slower than fp32: use fp32")
+    assert "precision: fp32" in finding.remedy
+    assert finding.numbers["times_slower_than_fp32"] == pytest.approx({0: 92 / 0.7, 1: 92 / 0.7})
+    assert finding.numbers["side"] == 256
+    assert bad(judge_products({0: NATIVE, 1: NATIVE}, "cpu", names)) == {}
+
+
+def test_ranks_that_emulate_bf16_are_named() -> None:
+    findings = judge_products({0: NATIVE, 1: EMULATING, 2: NATIVE}, "cpu", dict.fromkeys(range(3), ""))
+    (finding,) = [one for one in findings if one.name == "products, bf16"]
+    assert "bf16 is emulated on rank 1, 131 times slower" in finding.value
+    assert finding.numbers["times_slower_than_fp32"][0] < 1
+
+
+def test_wide_precisions_are_not_held_against_fp32() -> None:
+    wide = squares({"fp32": {256: 90}, "fp64": {256: 20}})
+    assert bad(judge_products({0: wide}, "cpu", {0: ""})) == {}
+
+
+def test_ranks_are_compared_at_a_size_that_both_measured() -> None:
+    one, other = squares({"fp32": {128: 10, 256: 100}}), squares({"fp32": {128: 11}})
+    (finding,) = judge_products({0: one, 1: other}, "cpu", {0: "", 1: ""})
+    assert finding.numbers["flops_per_second"] == pytest.approx({0: 10e9, 1: 11e9})
+
+
+def test_what_took_too_long_is_named_with_why() -> None:
+    omissions = [
+        Omission("products", "bf16 1024 x 2048 x 192", 3.0, "bf16 341 x 2048 x 192"),
+        *(Omission("products", f"bf16 {m} x 512 x 512", 7.0) for m in (1, 2, 3, 4)),
+        Omission("messages", "broadcast of 4.00 MiB over tp", 5.0),
+        Omission("elementwise", "bf16 4096 x 64", 5.0, "bf16 512 x 64"),
+    ]
+    products, messages, elementwise = judge_omissions(omissions, 120.0, 60.0)
+    assert (products.section, products.verdict) == ("calibration", "warn")
+    assert "4 left out (bf16 1 x 512 x 512, bf16 2 x 512 x 512, bf16 3 x 512 x 512 and 1 more)" in products.value
+    assert "a call takes 7.0 s" in products.value
+    assert "1 measured on a smaller problem (bf16 1024 x 2048 x 192 as bf16 341 x 2048 x 192)" in products.value
+    assert products.remedy == "--budget 240 --timeout 120 allow more"
+    assert products.numbers["left_out"]["bf16 4 x 512 x 512"] == 7.0
+    assert (messages.section, messages.verdict) == ("collectives", "warn")
+    assert (elementwise.verdict, elementwise.remedy) == ("pass", "")
 
 
 def test_copies_to_the_device_are_held_against_the_bus() -> None:
