@@ -41,7 +41,7 @@ SECOND_HALF = (
 )
 """Those among them that start processes of their own, and mostly import, and the longest of those that share a pool of ranks, and
 mostly compute: half of the time of all."""
-OTHER_PROCESSES = frozenset({"subprocess", "threading", "socket"})
+OTHER_PROCESSES = frozenset({"subprocess", "threading", "socket", "forked"})
 """Of what a test's module imports: its outcome hangs on when the machine lets others run."""
 
 

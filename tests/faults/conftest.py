@@ -17,6 +17,7 @@ import yaml
 from shardwright.checkpoint.load import newest_checkpoint, read_tensor
 from shardwright.errors import ExitCode
 from shardwright.telemetry.events import read_events, surviving_steps
+from tests import forked
 from tests.faults.worker import MARKS, PLAN
 
 STEPS, BATCH = 12, 4
@@ -64,13 +65,13 @@ def run(recipe: Path, tmp_path: Path) -> Run:
         environment = os.environ | {"OMP_NUM_THREADS": "1", PLAN: json.dumps(faults or []), MARKS: str(marks)}
         command = [sys.executable, "-m", "tests.faults.run", str(recipe), "--run-dir", str(tmp_path / "run"), *words]
         command += ["--nproc", str(ranks)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT, check=False)
+        return forked.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
 
     return train
 
 
 def run_alone(recipe: Path, folder: Path, *words: str) -> None:
-    """Train two ranks under ZeRO-3 that nothing happens to."""
+    """Train two ranks under ZeRO-3 that nothing happens to, by the command as users start it: what is forked ends like it."""
     command = [sys.executable, "-m", "shardwright", "train", str(recipe), "--run-dir", str(folder), "--nproc", "2", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)

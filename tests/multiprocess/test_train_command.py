@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,6 +27,7 @@ from shardwright.telemetry.events import (
     read_events,
     surviving_steps,
 )
+from tests import forked
 from tests.faults.conftest import ROOT
 from tests.faults.worker import MARKS, PLAN
 
@@ -83,16 +85,19 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def train(workplace: Path, run: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def train(workplace: Path, run: Path, *words: str, by: Any = forked) -> subprocess.CompletedProcess[str]:
     command = [*SHARDWRIGHT, "train", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment(), check=False)
+    done = by.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment(), check=False)
+    assert isinstance(done, subprocess.CompletedProcess)
+    return done
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("whole") / "run"
     words = ["--layout", "zero_stage=3", "--set", "run.profile_steps=[3]", "--json"]
-    done = train(workplace, run, "--nproc", "2", *words)
+    # As users start it: the forked runs of this file end with its bits.
+    done = train(workplace, run, "--nproc", "2", *words, by=subprocess)
     assert done.returncode == ExitCode.DONE, done.stderr
     summary = json.loads(done.stdout)
     assert summary["schema_version"] == 1
@@ -169,7 +174,7 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(workplace: Path, unin
     command = [sys.executable, "-m", "tests.faults.run", str(workplace / "recipe.yaml"), "--run-dir", str(run), *words]
     interrupt = {"rank": 0, "step": stopped_at - 1, "place": "interrupt", "signals": []}
     told = environment() | {PLAN: json.dumps([interrupt]), MARKS: str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, cwd=ROOT, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=told, cwd=ROOT)
     assert done.returncode == ExitCode.PREEMPTED, done.stderr
     assert f"SIGINT: saved at step {stopped_at}" in done.stderr
     assert surviving_steps(read_events(run))[-1].step == stopped_at

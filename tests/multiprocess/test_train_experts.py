@@ -14,6 +14,7 @@ import yaml
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from shardwright.telemetry.events import Step, read_events, surviving_steps
+from tests import forked
 from tests.multiprocess.test_experts import DEEPSEEK, MIXTRAL
 
 STEPS = 5
@@ -36,7 +37,7 @@ def write_recipe(folder: Path, config: dict[str, Any], moe: dict[str, Any]) -> N
 def train(folder: Path, run: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardwright", "train", str(folder / "recipe.yaml"), "--run-dir", str(folder / run), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment, check=False)
+    return forked.run(command, capture_output=True, text=True, timeout=550, env=environment)
 
 
 def steps_of(folder: Path, run: str) -> list[Step]:

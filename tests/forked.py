@@ -1,0 +1,400 @@
+"""Start Python programs as forks of a process that has imported torch, transformers and shardwright.
+
+A command with two ranks imports torch three times, which takes several seconds of CPU time each, more than the few steps that a
+test trains. `run` and `Popen` take the arguments of `subprocess.run` and `subprocess.Popen`. Where the command is `python -m
+MODULE` or `python -c CODE`, they fork a server process in place of starting an interpreter. The program finds itself as it would
+after a start: `__main__`, arguments, environment, folder, standard streams, session, signal handlers, random numbers, exit.
+
+Ranks which the command starts through torch's elastic launcher are forked as well, from a copy of the server that the launcher
+has not touched, and are children of the launcher: it sees their exit status, and they see its death.
+
+What a fork cannot have starts a real interpreter: environment variables that are read on import (`READ_ON_IMPORT`) with other
+values than the server's, options of the interpreter, inherited file descriptors, or a system other than Linux.
+
+What a fork does not show, and the tests that keep to `subprocess` do: that the imports of a program suffice, the environment in
+/proc/PID/environ (psutil reads it), and what depends on the seed of Python's hashes, which all forks share.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+IMPORTS = (
+    "torch",
+    "torch._dynamo",  # imported by the first optimizer
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "torch.distributed.pipelining",
+    "torch.nn.parallel",
+    "transformers",
+    "shardwright.cli.train",
+    "shardwright.train.start",
+    "shardwright.verify.cell",
+)
+"""What the server imports, with all that these import."""
+READ_ON_IMPORT = (
+    "PYTHON",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "ATEN_",
+    "ONEDNN_",
+    "DNNL_",
+    "TORCH_CPP_",
+    "TORCHDYNAMO",
+    "TORCHINDUCTOR",
+    "HF_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+)
+"""First letters of the environment variables that are read when an interpreter starts or a library is imported."""
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""What the server has in its environment beside its parent's. `launch_ranks` gives it to its ranks."""
+
+ROOT = Path(__file__).parents[1]
+"""Of the repository: `-m tests.MODULE` starts from here."""
+
+_FEW_BYTES = 1 << 20
+"""Upper limit of a request, in bytes: an environment and a command line."""
+_PR_SET_CHILD_SUBREAPER = 36
+_SERVER_SECONDS = 300.0
+"""How long the server may take to import on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A program to run. `words` are the interpreter's arguments, `-m` or `-c` first."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str | None
+    is_session: bool
+    """True if the program leads a session of its own."""
+
+
+class _Server:
+    """The end that asks: a process that forks itself, and the socket that takes requests."""
+
+    def __init__(self, requests: socket.socket, is_parent: bool) -> None:
+        self.requests = requests
+        self.pid = os.getpid()
+        self.is_parent = is_parent
+        """True if forked programs become children of this process."""
+        self.environment = read_on_import(os.environ | QUIET)
+
+    def fork(self, request: Request, streams: Sequence[int]) -> socket.socket:
+        """Have a program forked with these standard streams; returns the socket that tells its process id, then its status."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self.requests, [pickle.dumps(request)], [*streams, theirs.fileno()])
+        return ours
+
+
+_servers: list[_Server] = []
+"""The server of this process, from its first use on."""
+
+
+def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those variables that a fork cannot change."""
+    return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
+
+
+def _find_server() -> _Server:
+    if not _servers or _servers[0].pid != os.getpid():
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
+            environment = os.environ | QUIET
+            process = subprocess.Popen(words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        ours.settimeout(_SERVER_SECONDS)
+        assert ours.recv(1) == b"!", "the server ended before its first request"
+        ours.settimeout(None)
+        atexit.register(_end_server, os.getpid(), ours, process)
+        _servers[:] = [_Server(ours, is_parent=False)]
+    return _servers[0]
+
+
+def _end_server(pid: int, requests: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    if os.getpid() == pid:  # not in a fork
+        requests.close()
+        process.wait()
+
+
+class Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen`, by a fork where that is the same."""
+
+    _told: socket.socket | None = None
+    """Tells how a forked program ended, which is not a child of this process."""
+
+    def _execute_child(  # type: ignore[override, unused-ignore]
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        startupinfo: Any,
+        creationflags: Any,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *others: Any,
+    ) -> None:
+        *_, umask, is_session, process_group = others
+        words = () if isinstance(args, str | bytes | os.PathLike) else tuple(os.fspath(word) for word in args)
+        is_plain = not (executable or preexec_fn or pass_fds or shell) and close_fds and umask < 0 and process_group < 0
+        server = _find_server() if sys.platform == "linux" and is_plain and is_program(words) else None
+        environment = dict(os.environ if env is None else env)
+        if server is None or server.environment != QUIET | read_on_import(environment):
+            given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+            ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+            super()._execute_child(*given, *ends, *others)  # type: ignore[misc, unused-ignore]
+            return
+        request = Request(words[1:], environment, os.fspath(cwd or os.getcwd()), is_session)
+        streams = (p2cread, c2pwrite, errwrite)
+        told = server.fork(request, [given if given >= 0 else own for own, given in enumerate(streams)])
+        for end, kept in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
+            if end >= 0 and kept >= 0:
+                os.close(end)
+        answer = told.recv(16)
+        assert answer, "the fork server has ended"
+        self.pid = int(answer)
+        self._child_created = True
+        if server.is_parent:
+            told.close()
+        else:
+            self._told = told
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._told is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc, unused-ignore, no-any-return]
+        if not select.select([self._told], [], [], 0 if wait_flags & os.WNOHANG else None)[0]:
+            return 0, 0
+        status = int(self._told.recv(16))
+        self._told.close()
+        return self.pid, status
+
+    def _internal_poll(self, *arguments: Any, **options: Any) -> int | None:
+        if self._told is None:
+            return super()._internal_poll(*arguments, **options)  # type: ignore[misc, unused-ignore, no-any-return]
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid == self.pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined, unused-ignore]
+        return self.returncode
+
+
+def is_program(words: Sequence[str]) -> bool:
+    """True for `python -m MODULE ...` and `python -c CODE ...`."""
+    return len(words) > 2 and words[0] == sys.executable and words[1] in ("-m", "-c")
+
+
+def run(
+    command: Sequence[str], *, capture_output: bool = False, timeout: float | None = None, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run`, by a fork where that is the same."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(command, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+# The server's side.
+
+
+def _serve(requests: socket.socket) -> Request:
+    """Fork a program for each request, and tell who asked of it; returns in the program."""
+    while True:
+        request, streams = _receive(requests)
+        if os.fork() == 0:
+            requests.close()
+            if (program := os.fork()) == 0:
+                _become(request, streams)
+                _prepare_ranks()
+                return request
+            for stream in streams[:3]:
+                os.close(stream)
+            with socket.socket(fileno=streams[3]) as told:
+                told.send(b"%d" % program)
+                told.send(b"%d" % os.waitpid(program, 0)[1])
+            os._exit(0)
+        _forget(streams)
+        while _reap():
+            pass
+
+
+def _reap() -> bool:
+    """Let one ended child go, if there is one."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _prepare_ranks() -> None:
+    """Fork the copy of this process that ranks are forked from, before the program has changed anything."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # A rank's parent ends at once, and the nearest ancestor that asked for orphans becomes its parent: this process.
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    launcher = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        _execute(_serve_ranks(theirs, launcher))
+    theirs.close()
+    _servers[:] = [_Server(ours, is_parent=True)]
+
+
+def _serve_ranks(requests: socket.socket, launcher: int) -> Request:
+    """Fork a child of the launcher for each request; returns in the child."""
+    while True:
+        request, streams = _receive(requests)
+        if (between := os.fork()) == 0:
+            between = os.getpid()
+            requests.close()
+            if rank := os.fork():
+                with socket.socket(fileno=streams[3]) as told:
+                    told.send(b"%d" % rank)
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
+            libc = ctypes.CDLL(None)
+            assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+            _become(request, streams)
+            return request
+        _forget(streams)
+        os.waitpid(between, 0)
+
+
+def _receive(requests: socket.socket) -> tuple[Request, list[int]]:
+    """The next request and its standard streams; ends this process when nobody is left to ask."""
+    message, streams, _, _ = socket.recv_fds(requests, _FEW_BYTES, 4)
+    if not message:
+        os._exit(0)
+    return pickle.loads(message), list(streams)  # our own process's bytes  # noqa: S301
+
+
+def _forget(streams: Sequence[int]) -> None:
+    for stream in streams:
+        os.close(stream)
+
+
+def _become(request: Request, streams: Sequence[int]) -> None:
+    """Take on what the request says of a process."""
+    for number, stream in enumerate(streams[:3]):
+        os.dup2(stream, number)
+    _forget(streams)
+    if request.is_session:
+        os.setsid()
+    if request.folder is not None:
+        os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    time.tzset()
+    tempfile.tempdir = None  # as TMPDIR has it now
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own generator and torch's need nothing
+
+
+def _execute(request: Request) -> None:
+    """Run the program as the interpreter would, and end with it."""
+    kind, what, *words = request.words
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv = ["-c" if kind == "-c" else "-m", *words]
+    sys.path[0] = "" if kind == "-c" else os.getcwd()
+    status = 0
+    try:
+        if kind == "-c":
+            exec(compile(what, "<string>", "exec"), vars(main))  # a test's own program  # noqa: S102
+        else:
+            runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+    except BaseException as error:
+        status = _tell(error)
+    # What the interpreter does next, but for taking all modules apart: that takes longer than most programs.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by the program, or nobody reads any more
+            stream.flush()
+    os._exit(status)
+
+
+def _tell(error: BaseException) -> int:
+    """Say what ended the program as the interpreter does; returns the exit status."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def _import_all() -> None:
+    for name in IMPORTS:
+        import_module(name)
+    # A launcher that was forked forks its ranks.
+    import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler").Popen = Popen
+    # Else every program's first full collection copies the pages of all that was imported.
+    gc.collect()
+    gc.freeze()
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"a process with {len(threads)} threads cannot be forked: an import starts some"
+
+
+if __name__ == "__main__":
+    # Imported by its name too, so that `Popen` and its server are one.
+    from tests import forked
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the programs
+    forked._import_all()
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    asked.send(b"!")
+    forked._execute(forked._serve(asked))

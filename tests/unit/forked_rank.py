@@ -1,0 +1,12 @@
+"""A rank that says whose child it is: python -m tests.unit.forked_rank LAUNCHER END."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+launcher, end = sys.argv[1:]
+print(os.getppid() == int(launcher), os.getsid(0) == os.getpid(), hasattr(os, "changed"), flush=True)  # noqa: T201
+if end == "killed" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,110 @@
+"""A forked program is what a started one is: the same programs, by an interpreter and by a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forked
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all programs are started")
+
+PROGRAMS = {
+    "exit status": "import sys; sys.exit(3)",
+    "exit status of more than a byte": "import sys; sys.exit(-1)",
+    "last words": "import sys; sys.exit('so long')",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "interrupted": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)",
+    "ignores a broken pipe": "import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGTERM))",
+    "at exit": "import atexit; atexit.register(print, 'last', flush=True); print('first')",
+    "waits for threads": "import threading; threading.Timer(0.2, print, ['late']).start(); print('early')",
+    "arguments": "import sys; print(sys.argv, sys.path[0], __name__)",
+    "environment": "import os; print(os.environ['WORD'], 'HOME' in os.environ, os.getcwd())",
+    "input": "import sys; print(sys.stdin.read().upper())",
+    "a session": "import os; print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid())",
+    "temporary files": "import tempfile; print(tempfile.gettempdir())",
+    "open files": "import os; print(sorted(os.listdir('/proc/self/fd'), key=int)[:4])",
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_a_fork_does_what_an_interpreter_does(what: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"} | {
+        "WORD": "two words",
+        "TMPDIR": str(tmp_path),
+    }
+    options: dict[str, Any] = {"text": True, "env": environment, "cwd": tmp_path, "start_new_session": True}
+    command = [sys.executable, "-c", PROGRAMS[what], "--json", "one"]
+    ends = []
+    for way in (subprocess, forked):
+        with way.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+            assert isinstance(process, forked.Popen) == (way is forked)
+            assert (getattr(process, "_told", None) is not None) == (way is forked), "it was not forked"
+            out, err = process.communicate("in", timeout=250)
+        ends.append((process.returncode, out, err.splitlines()[-1:]))
+    assert ends[0] == ends[1]
+
+
+def test_a_module_is_main() -> None:
+    command = [sys.executable, "-m", "shardwright", "--version"]
+    by_fork, by_start = (way.run(command, capture_output=True, text=True) for way in (forked, subprocess))
+    assert (by_fork.returncode, by_fork.stdout, by_fork.stderr) == (0, by_start.stdout, "")
+
+
+def test_what_comes_too_late_for_a_fork_is_started() -> None:
+    command = [sys.executable, "-c", "import os, sys; print('torch' in sys.modules, os.getppid())"]
+    assert forked.run(command, capture_output=True, text=True).stdout.startswith("True ")
+    changed = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert forked.run(command, capture_output=True, text=True, env=changed).stdout == f"False {os.getpid()}\n"
+    fewer = [sys.executable, "-I", *command[1:]]
+    assert forked.run(fewer, capture_output=True, text=True).stdout == f"False {os.getpid()}\n"
+
+
+def test_a_program_that_takes_too_long_is_killed() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.run([sys.executable, "-c", "import time; time.sleep(600)"], timeout=0.5)
+
+
+def test_signals_reach_a_program_and_polls_tell_its_end() -> None:
+    with forked.Popen(
+        [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.poll() is None
+        process.terminate()
+        while process.poll() is None:
+            time.sleep(0.01)
+    assert process.returncode == -signal.SIGTERM
+
+
+LAUNCHER = """
+import os, sys
+from subprocess import PIPE
+from shardwright.errors import RankFailed
+from shardwright.train.launch import launch_ranks
+changed = "by the launcher"
+os.changed = True
+try:
+    launch_ranks(2, "tests.unit.forked_rank", [str(os.getpid()), *sys.argv[1:]])
+except RankFailed as error:
+    print(str(error).partition(".")[0])
+"""
+
+
+@pytest.mark.parametrize("end", ["well", "killed"])
+def test_forked_ranks_are_children_of_their_launcher_and_know_nothing_of_it(end: str) -> None:
+    command = [sys.executable, "-c", LAUNCHER, end]
+    done = forked.run(command, capture_output=True, text=True, cwd=forked.ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    if end == "killed":  # perhaps before its peer has said anything
+        assert done.stdout.splitlines()[-1] == "rank 1 was killed by SIGKILL; the system may be out of memory"
+    else:
+        assert done.stdout == "True True False\n"
