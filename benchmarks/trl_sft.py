@@ -159,6 +159,7 @@ def with_shardwright(model: Path, path: Path, steps: int, *, packing: str = "non
             "overlong": "refuse",
             "cache_dir": str(path.parent / "cache"),
         },
+        "precision": "fp32",
         "training": training | {"max_grad_norm": CLIP},
         "optimizer": {"beta2": 0.999},
     }

@@ -126,7 +126,7 @@ def main() -> int:
     assert most_steps is not None, "the recipe counts its steps"
 
     say("1. Read and tokenise the standard library's source")
-    if code := call(["data", str(RECIPE), *set_options(options.set)]):
+    if code := call(["data", str(RECIPE), "--nproc", "2", "--samples", "1", *set_options(options.set)]):
         return fail(f"data left with {code}")
     say("2. Measure a few steps")
     pace = measure_pace(run_dir.with_name(f"{run_dir.name}-pace"), options.set)

@@ -123,6 +123,26 @@ def test_adapters_and_other_precisions_can_be_asked_for(recipe: Path, capsys: py
 
 
 @pytest.mark.parametrize(
+    ("cluster", "kind", "reason"),
+    [
+        ("8xH100-80GB", "bf16", "H100-80GB-SXM multiplies bf16 natively"),
+        ("8xV100-32GB", "fp32", "V100-32GB-SXM has no bf16 units"),
+    ],
+)
+def test_precision_auto_goes_by_the_planned_hardware(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: str, kind: str, reason: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({key: value for key, value in RECIPE.items() if key != "precision"}), encoding="utf-8")
+    run(["plan", str(path), "--cluster", cluster, "--json", "--top", "1", "--lora", "16"])
+    answer = told(capsys)
+    assert {layout["precision"] for layout in answer["layouts"]} == {kind}
+    assert answer["precision_reason"] == reason
+    run(["plan", str(path), "--cluster", cluster, "--top", "1", "--lora", "16"])
+    assert f"(precision auto: {reason})" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--cluster", "8xH10-80GB"], "nearest: "),
