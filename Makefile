@@ -48,8 +48,8 @@ verify-all: $(STAMP) ## gradients of every cut, pair and product against one pro
 bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and Trainer, on two CPU ranks
 	@$(BIN)/python -m benchmarks.cpu --publish
 
-gpu: ## GPU tests and fine-tuning benchmarks with the Python that is given (PYTHON=...); installs nothing
-	@PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu
+gpu: ## GPU tests and fine-tuning benchmarks with the Python that is given (PYTHON=..., ARGS="--device cpu"); installs nothing
+	@PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 format: $(STAMP) ## rewrite in house style
 	@$(BIN)/ruff check --fix -q src tests benchmarks recipes

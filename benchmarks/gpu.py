@@ -4,7 +4,9 @@
     python -m benchmarks.gpu --list                            names of the cases
     python -m benchmarks.gpu --no-tests --case 'llama-3.2-1b-4096*' --rounds 1
     python -m benchmarks.gpu --tests-only
-    python -m benchmarks.gpu --device cpu --shapes tiny --no-tests      a rehearsal without a GPU
+    python -m benchmarks.gpu --device cpu --shapes tiny        a rehearsal without a GPU, in fp32
+
+`make gpu ARGS="--device cpu --shapes tiny"` passes arguments on.
 
 It uses the Python that runs it and downloads nothing; what is missing is named and skipped. Contenders of a case run in turn
 (A B A B), each visit in a fresh process with a time limit of its own. Results go to <out>/one-gpu.json and .md after every case
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -45,6 +48,7 @@ NEEDS = {
     "trainer": ("transformers", "accelerate"),
     "trainer-liger": ("transformers", "accelerate", "liger_kernel"),
 }
+TESTS_NEED = ("pytest", "hypothesis", "transformers", *NEEDS["shardwright"])
 VARIANTS = {"": (False, False), "-compile": (True, False), "-recompute": (False, True), "-compile-recompute": (True, True)}
 """Suffix of a case's name -> (compile, recompute)."""
 
@@ -68,13 +72,13 @@ class GpuCase:
         """Sequences per step."""
         return self.shape.micro_batch_sizes[self.sequence_length]
 
-    def of_contender(self, contender: str, folder: str, device: str) -> Case:
-        """What a rank is told."""
+    def of_contender(self, contender: str, folder: str, device: str, precision: str) -> Case:
+        """Return what a rank runs; `folder` has the model's config.json."""
         compile_blocks, recompute = VARIANTS[self.variant]
         return Case(
             contender=contender,
             zero_stage=0,
-            precision="bf16",
+            precision=precision,  # type: ignore[arg-type]
             weights_dir=folder,
             world_size=1,
             sequence_length=self.sequence_length,
@@ -87,7 +91,7 @@ class GpuCase:
 
 
 def main() -> int:
-    """Exit code 0: all that could run ran well; 1: a test or a contender failed; 2: no such case, or no such device."""
+    """Exit code 0: all that could run ran well; 1: a test or a contender failed; 2: no such case, no such device or no torch."""
     arguments = parse_arguments()
     shapes = TINY if arguments.shapes == "tiny" else SHAPES
     cases = [
@@ -104,14 +108,18 @@ def main() -> int:
     if not cases:
         print(f"No case matches {', '.join(patterns)}; --list names them", file=sys.stderr)
         return 2
+    if importlib.util.find_spec("torch") is None:
+        print(f"{sys.executable} has no torch; choose another Python: make gpu PYTHON=...", file=sys.stderr)
+        return 2
     if arguments.device == "cuda" and not has_cuda():
-        print("torch sees no CUDA device here; --device cpu --shapes tiny rehearses without one", file=sys.stderr)
+        rehearsal = "--device cpu --shapes tiny"
+        print(f'torch sees no CUDA device here; `make gpu ARGS="{rehearsal}"` rehearses without one', file=sys.stderr)
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     contenders, skipped = find_contenders(arguments.contender)
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}", flush=True)
-    failed = not arguments.no_tests and not run_tests(skipped)
+    failed = not arguments.no_tests and not run_tests(arguments.device, arguments.tests, skipped)
     if arguments.tests_only:
         return int(failed)
     failed |= measure_cases(cases, contenders, skipped, arguments)
@@ -128,12 +136,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed optimizer steps per visit (default 8)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for start, warm-up (compilation) or steps")
-    parser.add_argument("--no-tests", action="store_true", help="leave tests/gpu out")
-    parser.add_argument("--tests-only", action="store_true", help="run tests/gpu and leave")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--no-tests", action="store_true", help="leave tests/gpu out")
+    chosen.add_argument("--tests-only", action="store_true", help="run tests/gpu and leave")
+    parser.add_argument("--tests", default="", metavar="EXPRESSION", help="of tests/gpu those that pytest -k EXPRESSION selects")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", choices=("real", "tiny"), default="real")
+    parser.add_argument("--shapes", choices=("real", "tiny"), help="default: real on cuda, tiny on cpu")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="of compute; default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    arguments.shapes = arguments.shapes or ("real" if on_gpu else "tiny")
+    arguments.precision = arguments.precision or ("bf16" if on_gpu else "fp32")
+    return arguments
 
 
 def has_cuda() -> bool:
@@ -144,25 +159,30 @@ def has_cuda() -> bool:
 
 def find_contenders(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
     """Who can run here, and who cannot and why."""
-    skipped = {}
-    for contender, packages in NEEDS.items():
-        missing = [package for package in packages if importlib.util.find_spec(package) is None]
-        if missing:
-            skipped[contender] = f"not installed: {', '.join(missing)}"
+    skipped = {contender: reason for contender, packages in NEEDS.items() if (reason := name_missing(packages))}
     return [name for name in NEEDS if name not in skipped and (not wanted or name in wanted)], skipped
 
 
-def run_tests(skipped: dict[str, str]) -> bool:
-    """Run tests/gpu with whatever versions are here; True unless a test failed."""
-    reason = skipped.get("shardwright") or (None if importlib.util.find_spec("pytest") else "not installed: pytest")
-    if reason is not None:
+def name_missing(packages: Iterable[str]) -> str:
+    """Return which of the packages are not installed, in words; empty where all are."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+def run_tests(device: str, expression: str, skipped: dict[str, str]) -> bool:
+    """Run tests/gpu on the device with whatever versions are here; False if a test failed or `expression` selects none."""
+    reason = name_missing(TESTS_NEED)
+    if reason:
         skipped["tests/gpu"] = reason
         print(f"skipped tests/gpu: {reason}", flush=True)
         return True
     root = Path(__file__).resolve().parents[1]
     source = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
-    # Warnings of other versions than those tested are no failures here.
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    # Neither warnings of other versions than those tested nor settings of plugins that are absent are failures here.
+    options = ["-q", "-W", "default", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers -ra"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", *options, "-m", "gpu" if device == "cuda" else "not gpu"]
+    if expression:
+        command += ["-k", expression]
     return subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": source}).returncode == 0
 
 
@@ -171,7 +191,8 @@ def measure_cases(cases: list[GpuCase], contenders: list[str], skipped: dict[str
     result: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "conditions": read_conditions(),
-        "device": measure_ceiling(arguments.device),
+        "precision": arguments.precision,
+        "device": measure_ceiling(arguments.device, arguments.precision),
         "skipped": skipped,
         "cases": [],
     }
@@ -210,7 +231,7 @@ def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace,
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.shape.config))
-        ceiling = measure_ceiling(arguments.device)["matmul_flops_per_second"]
+        ceiling = measure_ceiling(arguments.device, arguments.precision)["matmul_flops_per_second"]
         flops_per_token = count_flops_per_token(case)
         for _ in range(arguments.rounds):
             for contender in contenders:
@@ -218,7 +239,7 @@ def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace,
                     continue
                 logs = arguments.out / "logs" / case.name
                 ranks = Ranks(
-                    case.of_contender(contender, folder, arguments.device),
+                    case.of_contender(contender, folder, arguments.device, arguments.precision),
                     logs,
                     time_limit_seconds=arguments.time_limit,
                     threads_per_rank=None,
@@ -240,7 +261,7 @@ def measure(case: GpuCase, contenders: list[str], arguments: argparse.Namespace,
     if cluster is not None and "tokens_per_second" in rows.get("shardwright", {}):
         from benchmarks.predicted import predicted_row
 
-        ours = case.of_contender("shardwright", "", arguments.device)
+        ours = case.of_contender("shardwright", "", arguments.device, arguments.precision)
         rows["shardwright"]["predicted"] = predicted_row(ours, cluster, case.shape.config)
     return {
         "name": case.name,
@@ -297,9 +318,10 @@ def check_first_losses(case: GpuCase, rows: dict[str, dict[str, Any]]) -> None:
             print(f"{case.name}: {name} {rows[name]['failed']}", file=sys.stderr, flush=True)
 
 
-def measure_ceiling(device: str) -> dict[str, Any]:
+def measure_ceiling(device: str, precision: str) -> dict[str, Any]:
     """What the device reaches, measured now in a process of its own."""
-    measured = subprocess.run([sys.executable, "-m", "benchmarks.ceiling", device], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks.ceiling", device, precision]
+    measured = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     ceiling: dict[str, Any] = json.loads(measured.stdout.splitlines()[-1])
     return ceiling
 
@@ -315,7 +337,7 @@ def count_flops_per_token(case: GpuCase) -> float:
 
 def print_case(measured: dict[str, Any]) -> None:
     """A few lines for the terminal."""
-    print(f"{measured['name']}  (ceiling {measured['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s)", flush=True)
+    print(f"{measured['name']}  (ceiling {measured['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s)", flush=True)
     for name, row in measured["contenders"].items():
         if "failed" in row:
             print(f"  {name:15}{row['failed']}", flush=True)

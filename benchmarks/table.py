@@ -31,9 +31,10 @@ GPU_PREDICTIONS = """\
 What the planner says of shardwright's runs from the catalogue and the fitted efficiencies; the error of the step is measured over
 predicted tokens/s, less one."""
 GPU_PREFACE = """\
-Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights, synthetic tokens, bf16 compute
-with fp32 master weights and moments, fused AdamW, clip 1. Contenders of a case run in turn, each visit in a fresh process. MFU is
-model FLOPs (causal attention, no recomputation counted) over the best square matrix product measured right before the case."""
+Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights, synthetic tokens, {precision}
+compute with fp32 master weights and moments, fused AdamW, clip 1. Contenders of a case run in turn, each visit in a fresh
+process. MFU is model FLOPs (causal attention, no recomputation counted) over the best square matrix product measured right before
+the case."""
 
 
 def main() -> None:
@@ -107,10 +108,10 @@ def _shortfalls(title: str, name: str, speed_ratio: float, memory_ratio: float) 
 
 def render_gpu(result: dict[str, Any]) -> list[str]:
     """One GPU: one table per model shape."""
-    device = result["device"]
+    device, precision = result["device"], result["precision"]
     matmul, copy = device["matmul_flops_per_second"] / 1e12, device["copy_bytes_per_second"] / 1e12
-    ceilings = f"The device reached a median of {matmul:,.0f} TFLOP/s in bf16 products and {copy:.2f} TB/s in large copies."
-    sections = [f"# Full fine-tuning on one {device['name']}", f"{GPU_PREFACE} {ceilings}"]
+    ceilings = f"The device reached a median of {matmul:,.3g} TFLOP/s in {precision} products and {copy:.2f} TB/s in large copies."
+    sections = [f"# Full fine-tuning on one {device['name']}", f"{GPU_PREFACE.format(precision=precision)} {ceilings}"]
     for shape in dict.fromkeys(case["shape"] for case in result["cases"]):
         rows = []
         for case in (case for case in result["cases"] if case["shape"] == shape):

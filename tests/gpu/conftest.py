@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from benchmarks.allocated import allocated_by
+
 from shardwright.architecture import ModelShape, read_config
 
 LLAMA: dict[str, Any] = {

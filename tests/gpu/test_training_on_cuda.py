@@ -107,18 +107,20 @@ def test_adamw_is_fused_and_bf16_learns(device: torch.device, shape: ModelShape)
     assert {tensor.dtype for tensor in moments} == {torch.float32}
 
 
+def measure_two_steps(shape: ModelShape, device: torch.device, recompute: str) -> tuple[list[float], int]:
+    """Return the losses, and the most bytes that the second step allocates."""
+    model = build_model(shape, device, recompute=recompute)
+    optimizer = build_adamw(model)
+    losses = run_steps(model, shape, optimizer, 1)  # makes the optimizer's states
+    peak_bytes = measure_peak_bytes(device, lambda: losses.extend(run_steps(model, shape, optimizer, 1)))
+    return losses, peak_bytes
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_changes_memory_and_not_the_loss(device: torch.device, shape: ModelShape, recompute: str) -> None:
-    losses, peaks = [], []
-    for kind in ("none", recompute):
-        model = build_model(shape, device, recompute=kind)
-        optimizer = build_adamw(model)
-        steps = run_steps(model, shape, optimizer, 1)  # makes the optimizer's states
-        peaks.append(measure_peak_bytes(device, lambda: steps.extend(run_steps(model, shape, optimizer, 1))))
-        losses.append(steps)
-        del model, optimizer
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert peaks[1] < peaks[0]
+    (losses, peak_bytes), (expected, expected_bytes) = (measure_two_steps(shape, device, kind) for kind in (recompute, "none"))
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert peak_bytes < expected_bytes
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, at the import of its compiler
@@ -127,7 +129,7 @@ def test_recompute_changes_memory_and_not_the_loss(device: torch.device, shape: 
 def test_compiled_blocks_compute_the_same(
     device: torch.device, shape: ModelShape, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type == "cpu":  # Inductor's C++ takes 20 s a test; tests/multiprocess/test_tensor.py compiles it
+    if device.type == "cpu":  # Inductor's C++ takes 20 s; long tests of tests/multiprocess use it
         monkeypatch.setattr(Decoder, "compile_blocks", partialmethod(Decoder.compile_blocks, backend="aot_eager"))
     plain, compiled = (
         build_model(shape, device, recompute=recompute, compile_blocks=compile_blocks) for compile_blocks in (False, True)
