@@ -201,7 +201,11 @@ def _sources(recipe: Recipe, prepared: Prepared) -> Text:
         text.append(f" · {records.num_broken:,} broken ({records.broken_fraction:.2%})", style="yellow")
     asked = recipe.tokenizer.vocab_size
     fewer = f" ({asked:,} asked for, but no further pair occurs twice)" if asked and report.vocab_size < asked else ""
-    text.append(f"\ntokenizer {report.tokenizer_kind}, {report.vocab_size:,} ids{fewer} · {_packing(recipe, report.packing)}")
+    if report.tokenizer_kind == "none":
+        tokenizer = f"no tokenizer: samples are shown as token ids, of a vocabulary of {report.vocab_size:,}"
+    else:
+        tokenizer = f"tokenizer {report.tokenizer_kind}, {report.vocab_size:,} ids{fewer}"
+    text.append(f"\n{tokenizer} · {_packing(recipe, report.packing)}")
     if report.supervise is not None:
         template = f" · chat template: {report.template}" if report.template else " · no chat template"
         text.append(f"\nsupervised: {_SUPERVISED[report.supervise]}{template}")

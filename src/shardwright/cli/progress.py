@@ -14,9 +14,9 @@ from shardwright.data.prepare import Progress as OnProgress
 
 @contextmanager
 def data_progress() -> Iterator[OnProgress]:
-    """A bar on standard error for what is read and tokenised; nothing at all when the cache has it, or off a terminal.
+    """Show a bar on standard error while data are read and tokenised; nothing when the cache has them, or off a terminal.
 
-    What the data rooms log meanwhile is held back: what matters of it is told afterwards.
+    Warnings that are logged meanwhile are shown afterwards, where they do not break the bar.
     """
     columns = (TextColumn("{task.description:28}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = open_console(stderr=True)
@@ -33,11 +33,26 @@ def data_progress() -> Iterator[OnProgress]:
         bar.update(tasks[stage], completed=done)
 
     log = logging.getLogger("shardwright.data")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    held = _Held(logging.WARNING)
+    log.addHandler(held)
+    propagates, log.propagate = log.propagate, False
     try:
         yield tell
     finally:
-        log.setLevel(level)
+        log.removeHandler(held)
+        log.propagate = propagates
         if tasks:
             bar.stop()
+        for record in held.records:
+            logging.getLogger(record.name).handle(record)
+
+
+class _Held(logging.Handler):
+    """Keeps records for later."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)

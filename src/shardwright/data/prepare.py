@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,12 +26,12 @@ from shardwright.data.report import DataReport, SourceReport, describe_side
 from shardwright.data.sources import Broken, SourceFile, identify
 from shardwright.data.store import Encode, TokenStore, open_tokens, write_tokens
 from shardwright.data.supervision import Encoder
-from shardwright.data.tokenize import END_OF_TEXT, load_tokenizer, train_bpe, train_characters
-from shardwright.data.tokenizer import FastTokenizer, Tokenizer
+from shardwright.data.tokenize import END_OF_TEXT, has_tokenizer, load_tokenizer, train_bpe, train_characters
+from shardwright.data.tokenizer import AbsentTokenizer, FastTokenizer, Tokenizer
 from shardwright.data.workers import encode_in_order
 from shardwright.errors import DataError, TokenizerError
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """Part of every key of the cache: raise it when the same sources would give other tokens or other files."""
 
 Progress = Callable[[str, int, int], None]
@@ -63,7 +63,7 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
         TokenizerError: no tokenizer, or one with ids that the model lacks.
     """
     sources = _Sources(recipe, progress)
-    given = _given_tokenizer(recipe)
+    given = _given_tokenizer(recipe, sources.kinds, vocab_size)
     packing = choose_packing(recipe, sources.kinds)
     template = _template_of(recipe, given) if sources.with_records else None
     key = _key(recipe, sources, given, template)
@@ -84,7 +84,7 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
         num_files=saved["num_files"],
         records=_sum_records(records),
         num_duplicates_dropped=saved["num_duplicates_dropped"],
-        tokenizer_kind=recipe.tokenizer.kind,
+        tokenizer_kind=tokenizer.kind if isinstance(tokenizer, AbsentTokenizer) else recipe.tokenizer.kind,
         vocab_size=tokenizer.vocab_size,
         packing=packing,
         supervise=recipe.data.supervise if sources.with_records else None,
@@ -105,7 +105,7 @@ def is_prepared(recipe: Recipe) -> bool:
         DataError, TokenizerError: sources that are not there, no tokenizer.
     """
     sources = _Sources(recipe, None)
-    given = _given_tokenizer(recipe)
+    given = _given_tokenizer(recipe, sources.kinds, 0)
     template = _template_of(recipe, given) if sources.with_records else None
     return (sources.root / f"tokens/{_key(recipe, sources, given, template)}").is_dir()
 
@@ -134,6 +134,15 @@ def _check_records(saved: list[dict[str, Any]], recipe: Recipe) -> list[Records]
 
 def _template_of(recipe: Recipe, given: Tokenizer | None) -> ChatTemplate | None:
     """The chat template of a recipe. One that writes the date would give other tokens every day."""
+    if isinstance(given, AbsentTokenizer):
+        if recipe.data.chat_template is not None:
+            raise TokenizerError(
+                "a chat template makes text, which needs a tokenizer; the sources hold token ids, and there is none",
+                field="data.chat_template",
+                got=recipe.data.chat_template,
+                remedy="Leave it out",
+            )
+        return None
     folder = recipe.tokenizer.path or recipe.model.path
     eos = END_OF_TEXT if given is None else None if given.eos_id is None else given.decode([given.eos_id])
     place = Path(os.path.expanduser(folder)) if given is not None and folder is not None else None
@@ -171,19 +180,19 @@ class _Sources:
     def __init__(self, recipe: Recipe, progress: Progress | None) -> None:
         self.recipe = recipe
         self.root = cache_root(recipe.data.cache_dir)
+        self._progress = progress
         self.training = self._find(recipe.data.sources, "data.sources")
         self.validation = self._find(recipe.data.validation, "data.validation")
         files = (*self.training, *self.validation)
         self.kinds = {"text" if file.format == "text" else file.records.canonical for file in files}
         self.with_records = bool(self.kinds - {"text"})
-        self._progress = progress
         data = recipe.data
         split = [] if self.validation else [data.validation_fraction, data.validation_split if data.validation_fraction else None]
         owners = [file.source for file in self.training]  # the same files may be one source or several
         self.key = key_of([fingerprint(self.training, self.root), fingerprint(self.validation, self.root), owners, split])
 
     def _find(self, sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
-        here = localise(sources, self.root, field)
+        here = localise(sources, self.root, field, self._progress)
         return identify(list_files(here, field), here, field)
 
     @cached_property
@@ -226,11 +235,20 @@ def _num_bytes(files: tuple[SourceFile, ...]) -> int:
     return sum(file.path.stat().st_size for file in files)
 
 
-def _given_tokenizer(recipe: Recipe) -> Tokenizer | None:
-    """The tokenizer that does not depend on the sources."""
+def _given_tokenizer(recipe: Recipe, kinds: Collection[str], vocab_size: int | None) -> Tokenizer | None:
+    """The tokenizer that does not depend on the sources. Token ids need none, unless the recipe names one."""
     if recipe.tokenizer.kind != "huggingface":
         return None
     folder = recipe.tokenizer.path or recipe.model.path
+    if set(kinds) == {"tokens"} and recipe.tokenizer.path is None and (folder is None or not _has_tokenizer(folder)):
+        if vocab_size is None:
+            raise TokenizerError(
+                "the size of the vocabulary is not known: the sources hold token ids, and there is no tokenizer",
+                field="model.config.vocab_size",
+                remedy="Write it there, or name a tokenizer in tokenizer.path",
+            )
+        log.info("no tokenizer: the sources hold token ids, which need none")
+        return AbsentTokenizer(vocab_size)
     if folder is None:
         raise TokenizerError(
             "no tokenizer is named",
@@ -240,6 +258,10 @@ def _given_tokenizer(recipe: Recipe) -> Tokenizer | None:
     if not Path(os.path.expanduser(folder)).is_dir():
         raise TokenizerError("no such folder", field="tokenizer.path", got=folder)
     return load_tokenizer(Path(os.path.expanduser(folder)))
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return has_tokenizer(Path(os.path.expanduser(folder)))
 
 
 def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None, folder: Path) -> None:
@@ -303,15 +325,24 @@ def _check_supervision(stores: dict[Side, TokenStore], recipe: Recipe) -> None:
 def _check_fits(stores: dict[Side, TokenStore], tokenizer: Tokenizer, vocab_size: int | None) -> None:
     if vocab_size is None:
         return
-    largest = max(store.counts.max_id for store in stores.values())
-    if largest >= vocab_size:
-        raise TokenizerError(
-            "the tokenizer does not fit the model: the data hold a token id outside its vocabulary",
-            field="model.vocab_size",
-            got=f"token id {largest}, from a tokenizer of {tokenizer.vocab_size} ids",
+    largest, place = max((store.counts.max_id, store.counts.max_id_place) for store in stores.values())
+    if largest < vocab_size:
+        return
+    if isinstance(tokenizer, AbsentTokenizer):
+        raise DataError(
+            "the data hold a token id outside the model's vocabulary",
+            field="data.sources",
+            got=f"token id {largest} in {place}",
             allowed=f"ids below the model's vocab_size of {vocab_size}",
-            remedy="Use the model's own tokenizer, or a model with a larger vocabulary",
+            remedy="Take the model that the ids were made for, or one with a larger vocabulary",
         )
+    raise TokenizerError(
+        "the tokenizer does not fit the model: the data hold a token id outside its vocabulary",
+        field="model.vocab_size",
+        got=f"token id {largest}{place and f' in {place}'}, from a tokenizer of {tokenizer.vocab_size} ids",
+        allowed=f"ids below the model's vocab_size of {vocab_size}",
+        remedy="Use the model's own tokenizer, or a model with a larger vocabulary",
+    )
 
 
 def _sum_records(records: list[Records]) -> Records:

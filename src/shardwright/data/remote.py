@@ -6,7 +6,7 @@ over a network it is not, and a corpus that changes between two passes would be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from shardwright.data.listing import NOT_RECORDS, is_chosen
 from shardwright.errors import DataError
 
 _BLOCK_BYTES = 1 << 22
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, and how far: (stage, done, total), in bytes."""
 
 
 def is_remote(path: str) -> bool:
@@ -27,7 +30,7 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def localise(sources: Sequence[Source], root: Path, field: str) -> tuple[Source, ...]:
+def localise(sources: Sequence[Source], root: Path, field: str, progress: Progress | None = None) -> tuple[Source, ...]:
     """The sources with every URL replaced by a file or folder of the cache `root`.
 
     What was fetched is kept under the name, size and version that the remote file system tells; a file that changed there is
@@ -39,12 +42,13 @@ def localise(sources: Sequence[Source], root: Path, field: str) -> tuple[Source,
     here = []
     for number, source in enumerate(sources):
         if is_remote(source.path):
-            source = source.model_copy(update={"path": str(_fetch(source, root, f"{field}.{number}.path"))})
+            path = _fetch(source, root, f"{field}.{number}.path", progress)
+            source = source.model_copy(update={"path": str(path)})
         here.append(source)
     return tuple(here)
 
 
-def _fetch(source: Source, root: Path, where: str) -> Path:
+def _fetch(source: Source, root: Path, where: str, progress: Progress | None) -> Path:
     import fsspec
 
     try:
@@ -66,21 +70,30 @@ def _fetch(source: Source, root: Path, where: str) -> Path:
     if not chosen:
         raise DataError("nothing to read there", field=where, got=source.path)
 
+    total, done = sum(size for _, size, _ in stamps if isinstance(size, int)), 0
+
+    def told(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress("fetching", min(done, total), total)
+
     def copy(folder: Path) -> None:
         for remote, name in chosen.items():
-            _copy(files, remote, folder / name, where)
+            _copy(files, remote, folder / name, where, told)
 
     folder = build_once(root, f"fetched/{key_of([source.path, stamps])}", copy)
     return folder / next(iter(chosen.values())) if single else folder
 
 
-def _copy(files: Any, remote: str, target: Path, where: str) -> None:
+def _copy(files: Any, remote: str, target: Path, where: str, on_read: Callable[[int], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "wb") as written:
         try:
             with files.open(remote, "rb") as stream:
                 while block := stream.read(_BLOCK_BYTES):
                     written.write(block)
+                    on_read(len(block))
         except Exception as error:
             if isinstance(error, OSError) and error.filename in (str(target), None) and error.errno in (27, 28):
                 raise  # our own disk: the cache says so

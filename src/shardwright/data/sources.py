@@ -31,6 +31,8 @@ PIECE_CHARACTERS = 256 * 1024
 
 PIECES_WITHOUT_LINES = 16
 """Text without line ends is cut between words once it is this many pieces long."""
+MAX_STRETCH_CHARACTERS = 16 * 1024**2
+"""Longest stretch without a place to cut. A tokenizer takes some 200 bytes of memory and a microsecond for each character."""
 _TAIL_CHARACTERS = 4096
 _SHOWN_CHARACTERS = 300
 _LINE_BORDER = re.compile(r"\S\n(?=\S)")
@@ -174,12 +176,12 @@ def _read_text(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
             ):
                 yield Piece(cut, record, begins, False)
                 num_pending, begins = len(pending[0]), False
-            if num_pending > MAX_RECORD_BYTES:
+            if num_pending > MAX_STRETCH_CHARACTERS:
                 raise DataError(
-                    "too long a stretch of text without a border between two words",
+                    "too long a stretch of text without a single line end or space between two words",
                     field=f"{file.path}:{line}",
                     got=f"{num_pending:,} characters and more",
-                    allowed=f"{MAX_RECORD_BYTES:,} characters",
+                    allowed=f"{MAX_STRETCH_CHARACTERS:,} characters",
                     remedy="If this is text, break its lines; if it is none, leave the file out",
                 )
     if blank:
@@ -206,6 +208,18 @@ def _place_to_cut(pending: list[str], *, between_words: bool) -> str:
     return head
 
 
+def _divide(text: str) -> Iterator[str]:
+    """A text in pieces of about the same size, each of which ends where a text file would be cut."""
+    size = PIECES_WITHOUT_LINES * PIECE_CHARACTERS
+    start = 0
+    for at in range(0, len(text) - size, size):
+        window = text[at : at + size]
+        if end := _last_border(_LINE_BORDER, window) or _last_border(_WORD_BORDER, window):
+            yield text[start : at + end]
+            start = at + end
+    yield text[start:]
+
+
 def _last_border(pattern: re.Pattern[str], text: str) -> int:
     """Where the last match ends; 0 for none. Looks near the end first, where there nearly always is one."""
     for start in (max(0, len(text) - _TAIL_CHARACTERS), 0):
@@ -216,8 +230,8 @@ def _last_border(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
-    for number, row in enumerate(read_rows(file.path, file.format, file.compression, file.records.column_names())):
-        if number == 0 and file.format in COLUMNAR:  # of no rows nobody knows the columns
+    for index, row in enumerate(read_rows(file.path, file.format, file.compression, file.records.column_names())):
+        if index == 0 and file.format in COLUMNAR:  # of no rows nobody knows the columns
             _check_columns(file)
         text, reason, canonical = "", row.reason, ""
         if row.value is not None:
@@ -225,12 +239,18 @@ def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
                 canonical, text = file.records.read(row.value)
             except Unusable as error:
                 reason = str(error)
+        parts = [text]
         if len(text) > MAX_RECORD_BYTES:
             reason = f"longer than {MAX_RECORD_BYTES:,} characters"
+        elif canonical == "text":
+            parts = list(_divide(text))
+            if max(map(len, parts)) > MAX_STRETCH_CHARACTERS:
+                reason = f"more than {MAX_STRETCH_CHARACTERS:,} characters without a border between two words"
         if reason:
             yield Broken(record, file.name, row.line, _readable(reason))
         else:
-            yield Piece(text, record, True, True, canonical, file.name, row.line)
+            for number, part in enumerate(parts, start=1):
+                yield Piece(part, record, number == 1, number == len(parts), canonical, file.name, row.line)
         record += 1
 
 

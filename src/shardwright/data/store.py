@@ -42,7 +42,7 @@ class TokenCounts:
 
     `source_documents`: documents of each source, in order. The answered documents are those with a prompt (conversations,
     pairs, completions); of their tokens but the first, `num_answered_supervised` are learnt. `num_weighted` learnt tokens have
-    another weight than 1.
+    another weight than 1. `max_id_place`: file and line of the record with the largest id; empty for plain text.
     """
 
     num_documents: int
@@ -55,6 +55,7 @@ class TokenCounts:
     num_answered_tokens: int = 0
     num_answered_supervised: int = 0
     num_weighted: int = 0
+    max_id_place: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class _Writing:
         self.starts = array("Q")
         self._unknown_id = unknown_id
         self._record = self._max_id = -1
+        self._max_id_place = ""
         self._tokens = self._characters = self._unknown = self._answered = self._answered_supervised = self._weighted = 0
         self._by_source: list[int] = []
 
@@ -160,7 +162,8 @@ class _Writing:
         self._tokens += len(ids)
         self._characters += part.num_characters
         self._unknown += 0 if self._unknown_id is None else int(np.count_nonzero(ids == self._unknown_id))
-        self._max_id = max(self._max_id, int(ids.max())) if len(ids) else self._max_id
+        if len(ids) and int(ids.max()) > self._max_id:
+            self._max_id, self._max_id_place = int(ids.max()), f"{piece.file}:{piece.line}" if piece.file else ""
         if part.supervised is not None and piece.canonical in ("chat", "pair", "completion", "preference"):
             self._answered += len(ids) - 1
             self._answered_supervised += int(np.count_nonzero(part.supervised[1:]))
@@ -179,6 +182,7 @@ class _Writing:
             num_answered_tokens=self._answered,
             num_answered_supervised=self._answered_supervised,
             num_weighted=self._weighted,
+            max_id_place=self._max_id_place,
         )
 
 
@@ -210,8 +214,8 @@ def _as_type(part: _Part, dtype: np.dtype[Any], tokenizer: Tokenizer) -> npt.NDA
     ids = part.ids
     if len(ids) and int(ids.max()) > np.iinfo(dtype).max:
         raise TokenizerError(
-            "the data hold a token id outside the tokenizer's vocabulary",
-            field="tokenizer",
+            "the data hold a token id outside the vocabulary",
+            field="data.sources",
             got=f"token id {int(ids.max())} in {part.piece.file}:{part.piece.line}",
             allowed=f"ids below {tokenizer.vocab_size}",
             remedy="Name the tokenizer that the ids were made with",

@@ -13,7 +13,13 @@ from typing import Any
 
 import tokenizers
 
-from shardwright.data.tokenizer import CHARACTER_SPLIT, CharacterTokenizer, FastTokenizer, Tokenizer
+from shardwright.data.tokenizer import (
+    CHARACTER_SPLIT,
+    AbsentTokenizer,
+    CharacterTokenizer,
+    FastTokenizer,
+    Tokenizer,
+)
 from shardwright.errors import TokenizerError
 from shardwright.files import read_text
 
@@ -23,7 +29,10 @@ LONGEST_WORD = 1024
 """Characters of a word that merges are learnt from as a whole."""
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
 
-__all__ = ["CharacterTokenizer", "FastTokenizer", "Tokenizer", "load_tokenizer", "train_bpe", "train_characters"]
+__all__ = [
+    "AbsentTokenizer", "CharacterTokenizer", "FastTokenizer", "Tokenizer", "has_tokenizer", "load_tokenizer", "train_bpe",
+    "train_characters",
+]  # fmt: skip
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
@@ -73,6 +82,12 @@ def train_characters(texts: Iterator[str]) -> CharacterTokenizer:
     for text in texts:
         alphabet.update(text)
     return CharacterTokenizer(alphabet)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has any of the files that `load_tokenizer` reads."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return any((folder / name).is_file() for name in names) or _vocabulary_and_merges(folder) is not None
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -180,6 +180,64 @@ class CharacterTokenizer:
         _save(fast, {}, folder)
 
 
+class AbsentTokenizer:
+    """Stands in for the tokenizer of data that are token ids throughout: it has no text.
+
+    Args:
+        vocab_size: the model's.
+    """
+
+    kind = "none"
+    control_tokens: frozenset[str] = frozenset()
+    eos_id: int | None = None
+    unknown_id: int | None = None
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    content_hash = "none"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Refuse.
+
+        Raises:
+            TokenizerError: always.
+        """
+        raise _no_tokenizer()
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
+        """Refuse, as `encode`."""
+        raise _no_tokenizer()
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Refuse, as `encode`."""
+        raise _no_tokenizer()
+
+    def may_cut(self, left: str, right: str) -> bool:
+        """Refuse, as `encode`."""
+        raise _no_tokenizer()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The ids themselves, as numbers.
+
+        >>> AbsentTokenizer(100).decode([17, 3])
+        '17 3'
+        """
+        return " ".join(str(int(index)) for index in ids)
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: a folder without a tokenizer is what it stands for."""
+
+
+def _no_tokenizer() -> TokenizerError:
+    return TokenizerError(
+        "there is no tokenizer, and text needs one",
+        field="tokenizer.path",
+        remedy="Name the folder of the tokenizer that the token ids were made with",
+    )
+
+
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 

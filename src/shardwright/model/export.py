@@ -121,8 +121,8 @@ def write_folder(
         out: the folder to make; one that holds something already is refused unless `overwrite`.
         read: a parameter's name to its whole tensor; called in the decoder's order, once per file that holds any of it.
         dtype: of the stored weights.
-        tokenizer: saved into the folder; its ids fill bos, eos and pad where the config says nothing, because transformers
-            would otherwise assume those of the family's best-known vocabulary.
+        tokenizer: saved into the folder. Its ids, or null without one, fill bos, eos and pad where the config says nothing,
+            because transformers would otherwise assume those of the family's best-known vocabulary.
         generation_config: content of generation_config.json; by default the special ids of the config.
         check: called with the whole folder before it moves to its place; what it raises leaves nothing behind.
 
@@ -246,10 +246,10 @@ def _config(shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | N
     config["vocab_size"] = shape.vocab_size
     if isinstance(shape, ForeignShape) and shape.code is not None:
         config["auto_map"] = shape.config["auto_map"]
-    if tokenizer is not None:
-        bos = tokenizer.prefix_ids[0] if tokenizer.prefix_ids else None
-        for key, value in zip(_SPECIAL_IDS, (bos, tokenizer.eos_id, None), strict=True):
-            config.setdefault(key, value)
+    bos = tokenizer.prefix_ids[0] if tokenizer is not None and tokenizer.prefix_ids else None
+    eos = None if tokenizer is None else tokenizer.eos_id
+    for key, value in zip(_SPECIAL_IDS, (bos, eos, None), strict=True):
+        config.setdefault(key, value)
     return dict(sorted(config.items()))
 
 

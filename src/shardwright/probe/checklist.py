@@ -202,7 +202,10 @@ def _check_data(case: Case) -> Iterator[Finding]:
         return
     data, batch = checked.data, checked.plan.batch
     yield Finding("data", "data cache", "pass", f"{len(data.train):,} samples of {batch.sequence_length:,} tokens are ready")
-    fits = f"{data.tokenizer.vocab_size:,} ids in a vocabulary of {checked.shape.vocab_size:,}"
+    if data.report.tokenizer_kind == "none":
+        fits = f"no tokenizer: token ids in a vocabulary of {checked.shape.vocab_size:,}"
+    else:
+        fits = f"{data.tokenizer.vocab_size:,} ids in a vocabulary of {checked.shape.vocab_size:,}"
     template = f"; chat template: {data.report.template}" if data.report.template else ""
     yield Finding("data", "tokenizer and template", "pass", fits + template)
     needed = checked.total_steps * batch.global_batch_size

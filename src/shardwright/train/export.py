@@ -48,12 +48,14 @@ def export_source(
         own_code = isinstance(source.shape, ForeignShape) and source.shape.code is not None
         check_with_transformers(folder, expected_logits(source, dtype), trust_remote_code=own_code)
 
+    if not source.has_tokenizer:
+        logger.info("%s has no tokenizer: the folder is written without one", source.name)
     return write_folder(
         out,
         source.shape,
         source.read,
         dtype=dtype,
-        tokenizer=source.load_tokenizer(),
+        tokenizer=source.load_tokenizer() if source.has_tokenizer else None,
         generation_config=source.generation_config,
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,

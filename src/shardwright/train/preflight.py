@@ -92,7 +92,7 @@ def check(
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base)
     _check_foreign(recipe, shape)
-    check_samples(recipe, shape, validates=data.validation is not None)
+    check_samples(recipe, shape, data.tokenizer, validates=data.validation is not None)
     rules = resolve_rules(recipe.moe, shape)  # refuses what the model does not have
     plan = replace(plan, batch=replace(plan.batch, row_multiple=_row_multiple(recipe, plan, data.report.packing, rules)))
     if recipe.model.keep_zeros and shape.adapters is not None:

@@ -23,7 +23,7 @@ from shardwright.architecture import ForeignShape, ModelShape
 from shardwright.config import Recipe
 from shardwright.data.dataset import IGNORED_LABEL, Int64Array, Sample, TokenDataset
 from shardwright.data.loader import MicroBatch
-from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import InputError, RecipeError
 from shardwright.layout import AXES, RankGrid
 from shardwright.model.head import LossFunction, head_logits
@@ -51,15 +51,23 @@ class WrittenText:
     stopped: bool
 
 
-def check_samples(recipe: Recipe, shape: ModelShape, *, validates: bool) -> None:
+def check_samples(recipe: Recipe, shape: ModelShape, tokenizer: Tokenizer, *, validates: bool) -> None:
     """Refuse samples that could not be written, before ranks start.
 
     Raises:
-        RecipeError: no validation data, or a model whose logits we do not make.
+        RecipeError: no validation data, no tokenizer, or a model whose logits we do not make.
     """
     if not recipe.evaluation.num_samples:
         return
     field, got = "evaluation.num_samples", recipe.evaluation.num_samples
+    if isinstance(tokenizer, AbsentTokenizer):
+        raise RecipeError(
+            "samples are text, which needs a tokenizer; the sources hold token ids, and there is none",
+            field=field,
+            got=got,
+            allowed="0",
+            remedy="Name the tokenizer that the ids were made with in tokenizer.path",
+        )
     if not validates:
         raise RecipeError(
             "samples go on from validation data, and there is none",

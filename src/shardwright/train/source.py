@@ -19,7 +19,7 @@ from shardwright.checkpoint.values import RunIdentity
 from shardwright.checkpoint.verify import WholeCheckpoint
 from shardwright.config import Recipe
 from shardwright.config.model import ModelSection
-from shardwright.data.tokenize import load_tokenizer
+from shardwright.data.tokenize import has_tokenizer, load_tokenizer
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.model.decoder import Decoder
@@ -44,7 +44,7 @@ class ModelSource:
     `read` gives one whole parameter by name, as it is stored. `dtype` is the precision that it was trained in (a run) or is
     stored in (a folder). `generation_config` is that of the folder, or of the folder that the run began from. Where adapters were
     trained, `base` is the folder that they stand beside, None for a base that began from a seed, and `read_plain` gives what
-    training may have held in fewer bits as it was before.
+    training may have held in fewer bits as it was before. `needs_tokenizer`: it was trained with one.
     """
 
     name: str
@@ -56,6 +56,12 @@ class ModelSource:
     generation_config: dict[str, Any] | None = None
     base: str | None = None
     read_plain: Callable[[str], Tensor] | None = None
+    needs_tokenizer: bool = False
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer. A model that was trained on token ids may have none."""
+        return self.needs_tokenizer or has_tokenizer(self.tokenizer_folder)
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with.
@@ -63,6 +69,14 @@ class ModelSource:
         Raises:
             TokenizerError: it is absent, or has ids that the model does not.
         """
+        if not self.has_tokenizer:
+            raise TokenizerError(
+                "this model has no tokenizer, and text needs one",
+                field="SOURCE",
+                got=f"nothing in {self.tokenizer_folder}",
+                allowed="tokenizer.json, or vocab.json and merges.txt",
+                remedy="Put the tokenizer there that its token ids were made with",
+            )
         tokenizer = load_tokenizer(self.tokenizer_folder)
         if tokenizer.vocab_size > self.shape.vocab_size:
             raise TokenizerError(
@@ -148,6 +162,7 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
         generation_config=_read_generation_config(Path(recipe.model.path)) if recipe.model.path else None,
         base=recipe.model.path if recipe.model.pretrained else None,
         read_plain=read_plain,
+        needs_tokenizer=recipe.tokenizer.kind != "huggingface" or recipe.tokenizer.path is not None,
     )
 
 

@@ -1,0 +1,157 @@
+"""Data that are token ids already, and a model folder without a tokenizer: everything works but what needs text."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.architecture import read_config
+from shardwright.cli.main import run
+from shardwright.config import Recipe
+from shardwright.config.load import validate_recipe
+from shardwright.data.fit import prepare_for_model
+from shardwright.errors import DataError, RecipeError, TokenizerError
+from shardwright.model.export import write_folder
+from shardwright.model.init import initialise
+from shardwright.train.folder import RunFolder
+from shardwright.train.preflight import check
+from shardwright.train.start import train
+from tests.unit.train.finished import CONFIG, make_run
+
+VOCABULARY = 300
+SPECIAL = {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 0}
+MODEL = CONFIG | {"vocab_size": VOCABULARY}
+
+
+def ids(number: int) -> list[int]:
+    """A document with the special ids where a tokenizer would have put them."""
+    return [1, *((number * 7 + place * 3) % (VOCABULARY - 6) + 6 for place in range(9)), 2]
+
+
+def write_ids(path: Path, documents: list[list[int]]) -> str:
+    path.write_text("".join(json.dumps({"input_ids": document}) + "\n" for document in documents))
+    return str(path)
+
+
+def recipe_of(folder: Path, model: dict[str, Any], documents: list[list[int]] | None = None, **sections: Any) -> Recipe:
+    data = {
+        "sources": write_ids(folder / "ids.jsonl", documents or [ids(number) for number in range(40)]),
+        "cache_dir": str(folder / "cache"),
+        "validation_fraction": 0.2,
+    }
+    training = {"sequence_length": 16, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2}
+    return validate_recipe(
+        {
+            "model": model,
+            "data": data | sections.pop("data", {}),
+            "training": training | sections.pop("training", {}),
+            "run": {"dir": str(folder / "run"), "device": "cpu"},
+            **sections,
+        }
+    )
+
+
+def model_folder(path: Path, **config: Any) -> str:
+    """A folder of weights without a tokenizer."""
+    shape = read_config(MODEL | config)
+    specs = {spec.name: spec for spec in shape.parameters()}
+    write_folder(path, shape, lambda name: initialise(specs[name], 1, dtype=torch.float32))
+    assert not list(path.glob("tokenizer*"))
+    return str(path)
+
+
+def test_ids_train_evaluate_resume_and_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"path": model_folder(tmp_path / "base", **SPECIAL)}
+    first = train(recipe_of(tmp_path, model))
+    assert first is not None
+    assert math.isfinite(first["validation_loss"])
+    more = train(recipe_of(tmp_path, model, training={"max_steps": 3}), resume=True)
+    assert more is not None
+    assert (more["steps"], more["status"]) == (3, "finished")
+    assert not (tmp_path / "run" / "tokenizer").exists()
+
+    assert run(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert "has no tokenizer: the folder is written without one" in capsys.readouterr().err
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / "out" / name).read_text())
+        assert {key: written[key] for key in SPECIAL} == SPECIAL
+
+    for source in ("run", "out"):
+        assert run(["generate", str(tmp_path / source), "--prompt", "once"]) == 2
+        assert "this model has no tokenizer, and text needs one" in capsys.readouterr().err
+
+
+def test_ids_train_a_model_that_is_written_inline(tmp_path: Path) -> None:
+    """Special ids that no config names are null in what is exported, not those that transformers assumes of the family."""
+    trained = train(recipe_of(tmp_path, {"config": MODEL}))
+    assert trained is not None
+    assert run(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--no-check"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[key] for key in SPECIAL} == dict.fromkeys(SPECIAL)
+
+
+def test_an_inline_model_without_a_vocabulary_is_asked_for_it(tmp_path: Path) -> None:
+    model = {"config": {key: value for key, value in MODEL.items() if key != "vocab_size"}}
+    with pytest.raises(TokenizerError, match="size of the vocabulary is not known") as caught:
+        prepare_for_model(recipe_of(tmp_path, model))
+    assert caught.value.field == "model.config.vocab_size"
+
+
+@pytest.mark.parametrize(("vocab_size", "wrong"), [(VOCABULARY, VOCABULARY), (VOCABULARY, 70_000), (70_000, 80_000)])
+def test_an_id_outside_the_vocabulary_is_named_with_its_record(tmp_path: Path, vocab_size: int, wrong: int) -> None:
+    documents = [ids(number) for number in range(40)]
+    documents[6][4] = wrong
+    with pytest.raises((DataError, TokenizerError)) as caught:
+        prepare_for_model(recipe_of(tmp_path, {"config": MODEL | {"vocab_size": vocab_size}}, documents))
+    told = str(caught.value)
+    assert f"token id {wrong} in ids.jsonl:7" in told
+    assert "ids below" in told
+    assert str(vocab_size) in told
+
+
+def test_what_needs_text_says_so(tmp_path: Path) -> None:
+    model = {"config": MODEL}
+    with pytest.raises(RecipeError, match="samples are text, which needs a tokenizer") as refused:
+        check(recipe_of(tmp_path, model, evaluation={"num_samples": 2}), 1)
+    assert refused.value.field == "evaluation.num_samples"
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    with pytest.raises(TokenizerError, match="a chat template makes text") as caught:
+        check(recipe_of(tmp_path, model, data={"chat_template": str(template)}), 1)
+    assert caught.value.field == "data.chat_template"
+    (tmp_path / "text.jsonl").write_text('{"text": "some text"}\n')
+    mixed = [write_ids(tmp_path / "ids.jsonl", [ids(1)]), str(tmp_path / "text.jsonl")]
+    with pytest.raises(TokenizerError, match="no tokenizer is named"):
+        check(recipe_of(tmp_path, model, data={"sources": mixed}), 1)
+
+
+def test_a_tokenizer_that_is_named_has_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TokenizerError, match="no tokenizer here"):
+        check(recipe_of(tmp_path, {"config": MODEL}, tokenizer={"path": str(tmp_path / "empty")}), 1)
+
+
+def test_data_shows_ids_in_place_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(recipe_of(tmp_path, {"config": MODEL}).model_dump(mode="json")))
+    assert run(["data", str(recipe), "--samples", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "no tokenizer: samples are shown as token ids, of a vocabulary of 300" in shown
+    assert run(["data", str(recipe), "--samples", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    shown_ids = [int(word) for span in told["samples"][0]["spans"] for word in span["text"].split()]
+    documents = [ids(number) for number in range(40)]
+    assert shown_ids[: len(documents[0])] in documents
+
+
+def test_a_run_whose_tokenizer_was_removed_is_not_one_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_run(tmp_path / "run", steps=(1,), best=None)
+    for file in made.tokenizer.iterdir():
+        file.unlink()
+    assert run(["export", str(RunFolder(tmp_path / "run").path), "--out", str(tmp_path / "out")]) == 2
+    assert "no tokenizer here" in capsys.readouterr().err
