@@ -45,7 +45,7 @@ def recipe_of_rows(folder: Path, *, run: str = "run", **sections: Any) -> Recipe
         "model": {"config": CONFIG | {"max_position_embeddings": LENGTH}},
         "tokenizer": {"kind": "character"},
         "data": {"sources": sources, "packing": "none", "cache_dir": str(folder / "cache")},
-        "precision": "fp32",
+        "precision": {"kind": "fp32"},
         "training": {"sequence_length": LENGTH, "global_batch_size": ROWS, "micro_batch_size": 2, "max_steps": 4,
                      "learning_rate": 1e-2},
         "run": {"dir": str(folder / run), "device": "cpu"},
