@@ -173,19 +173,28 @@ def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> Non
     profile = tmp_path / "profiles" / "here.json"
     page = tmp_path / "doctor.html"
     words = ["--nproc", "2", "--layout", "tp=2", "--device", "cpu", "--json", "--calibrate", str(profile), "--html", str(page)]
+    words += ["--budget", "60"]
     done = run_doctor(*words)
     told = json.loads(done.stdout)
     assert told["schema_version"] == 1
     assert done.returncode == (ExitCode.CHECK_FAILED if told["verdict"] == "fail" else ExitCode.DONE), done.stderr
     assert (told["world_size"], told["layout"]) == (2, "tp=2,zero_stage=0")
     sections = {finding["section"] for finding in told["findings"]}
-    assert sections == {"software", "host", "rates", "storage", "peers", "correctness", "collectives", "links"}
+    usual = {"software", "host", "rates", "storage", "peers", "correctness", "collectives", "links"}
+    assert sections - {"calibration"} == usual
+    bounded = {finding["name"] for finding in told["findings"] if finding["section"] == "calibration"}
     kinds = {finding["numbers"]["kind"] for finding in told["findings"] if "kind" in finding["numbers"]}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
     measured = load_profile(profile)
     assert {rate.num_ranks for rate in measured.collectives} == {2}
     assert {rate.precision for rate in measured.matmuls} == {"fp32", "bf16"}
-    assert {rate.row_tokens for rate in measured.attention} == {128, 512, 2048}
+    rows = {rate.row_tokens for rate in measured.attention}
+    assert rows == {128, 512, 2048} or (rows < {128, 512, 2048} and "attention" in bounded)
+    of_ranks = [
+        [(rate["precision"], rate["m"], rate["n"], rate["k"]) for rate in told["rates"]["products"] if rate["rank"] == rank]
+        for rank in range(2)
+    ]
+    assert of_ranks[0] == of_ranks[1]
     assert "Traffic over tp = all" in page.read_text()
 
 

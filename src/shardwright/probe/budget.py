@@ -102,7 +102,7 @@ def judge_omissions(omissions: Iterable[Omission], budget_seconds: float, timeou
         values = []
         if left_out:
             values.append(
-                f"{len(left_out)} left out ({_name(left_out)}): a call takes {_time_range(left_out)}, more than the time allows"
+                f"{len(left_out)} left out ({_name(left_out)}): at {_time_range(left_out)} a call they do not fit into the time"
             )
             if section == "calibration":
                 values.append("a plan takes the nearest shape that was measured")

@@ -100,7 +100,7 @@ def test_what_took_too_long_is_named_with_why() -> None:
     products, messages, elementwise = judge_omissions(omissions, 120.0, 60.0)
     assert (products.section, products.verdict) == ("calibration", "warn")
     assert "4 left out (bf16 1 x 512 x 512, bf16 2 x 512 x 512, bf16 3 x 512 x 512 and 1 more)" in products.value
-    assert "a call takes 7.0 s" in products.value
+    assert "at 7.0 s a call they do not fit" in products.value
     assert "1 measured on a smaller problem (bf16 1024 x 2048 x 192 as bf16 341 x 2048 x 192)" in products.value
     assert products.remedy == "--budget 240 --timeout 120 allow more"
     assert products.numbers["left_out"]["bf16 4 x 512 x 512"] == 7.0
