@@ -1,8 +1,9 @@
-"""`make demo`: watch a language model learn Python from this machine's own standard library, in two processes under ZeRO-3.
+"""`make demo`: a language model learns Python from this machine's own standard library.
 
-It measures a few steps, says how long the demo will take here, and shortens it if that is too long. Then it trains, is stopped on
-the way as Ctrl-C would stop it, resumes from its checkpoint, writes a few lines of code, and draws its report. Everything it runs
-is a `shardwright` command that is printed first.
+It measures a few steps, says how long the demo will take here, and shortens it if that is too long.
+Then it trains in two processes under ZeRO-3, is stopped on the way as Ctrl-C would stop it, resumes from
+its checkpoint, writes a few lines of code, and draws its report. Everything it runs is a `shardwright`
+command that is printed first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RECIPE = Path(__file__).with_name("demo.yaml")
 PROMPT = "def read_"
 
 BUDGET_SECONDS = 250.0
-"""What the demo may take by its own reckoning: five minutes, less what a machine may turn slower while it runs."""
+"""The longest demo that is foretold: five minutes, less what a machine may turn slower meanwhile."""
 NUM_EVALUATIONS = 8
 FEWEST_STEPS = 64
 """With fewer the validation loss would hardly fall."""
@@ -55,7 +56,8 @@ class Pace:
 
     def demo_seconds(self, num_steps: int) -> float:
         """From now to the end of a demo of so many steps."""
-        return _LATER_STARTS * self.start + NUM_EVALUATIONS * self.evaluation + num_steps * self.step
+        around = _LATER_STARTS * self.start + NUM_EVALUATIONS * self.evaluation
+        return around + num_steps * self.step
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ class Course:
 
 
 def choose_course(pace: Pace, most_steps: int, left_seconds: float) -> Course:
-    """The longest course of at most `most_steps` that fits into the time left, in whole intervals; never below `FEWEST_STEPS`."""
+    """Choose the longest course of at most `most_steps` that fits into the time left.
+
+    Counts of steps are multiples of 16, so that all intervals are whole, and at least `FEWEST_STEPS`.
+    """
     if pace.demo_seconds(most_steps) <= left_seconds:
         return Course(most_steps)
     fitting = int((left_seconds - pace.demo_seconds(0)) / pace.step)
@@ -91,7 +96,8 @@ def choose_course(pace: Pace, most_steps: int, left_seconds: float) -> Course:
 
 def describe_course(course: Course, pace: Pace, most_steps: int) -> str:
     """How long the demo takes from here, and if it is shortened, by how much and why."""
-    told = f"a step takes {pace.step:.2f} s here: {course.num_steps} steps and all else about {_minutes(pace, course.num_steps)}"
+    told = f"a step takes {pace.step:.2f} s here: {course.num_steps} steps and all else "
+    told += f"about {_minutes(pace, course.num_steps)}"
     if course.num_steps < most_steps:
         told = (
             f"shortened from {most_steps} to {course.num_steps} steps, because {told}, "
@@ -165,9 +171,10 @@ def set_options(settings: list[str]) -> list[str]:
 
 
 def measure_pace(run_dir: Path, settings: list[str]) -> Pace | None:
-    """Train a few steps in a folder that is removed again, and evaluate once; None if that fails."""
+    """Train a few steps in a folder that is removed again, evaluate once; None if that fails."""
     shutil.rmtree(run_dir, ignore_errors=True)
-    few = [f"training.max_steps={_MEASURED_STEPS}", "training.warmup_steps=0", "evaluation.every_steps=null"]
+    few = [f"training.max_steps={_MEASURED_STEPS}", "training.warmup_steps=0"]
+    few.append("evaluation.every_steps=null")
     began = time.monotonic()
     if call([*train_command(run_dir), *set_options([*settings, *few])]):
         return None
@@ -176,7 +183,8 @@ def measure_pace(run_dir: Path, settings: list[str]) -> Pace | None:
     steps = [event.step_seconds for event in events.of(Step)]
     evaluation = sum(event.seconds for event in events.of(Evaluation))
     shutil.rmtree(run_dir)
-    return Pace(max(0.0, whole_seconds - sum(steps) - evaluation), median(steps[_WARM_STEPS:]), evaluation)
+    start = max(0.0, whole_seconds - sum(steps) - evaluation)
+    return Pace(start, median(steps[_WARM_STEPS:]), evaluation)
 
 
 def end_with_parent() -> None:
@@ -226,7 +234,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def conclude(run_dir: Path, seconds: float, foretold_seconds: float) -> int:
-    """Check what a demo must show: a validation loss that fell, and never a step lost or done twice."""
+    """Check what a demo must show: a validation loss that fell, no step lost or done twice."""
     events = surviving(read_events(run_dir))
     losses = [(event.step, event.loss) for event in events if isinstance(event, Evaluation)]
     steps = [event.step for event in events if isinstance(event, Step)]

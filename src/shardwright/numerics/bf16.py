@@ -1,6 +1,7 @@
 """How fast this device multiplies bf16, measured, and what `precision: auto` therefore means on it.
 
-CPUs without avx512_bf16, AMX or their like emulate bf16 products, some a hundred times slower than fp32.
+CPUs without avx512_bf16, AMX or their like emulate bf16 products, some a hundred times slower than
+fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shardwright.plan import PrecisionChoice
 
 _SIZES = (256, 512, 1024, 2048)
 _DECISIVE_RATIO = 4.0
-"""A larger size is not measured where one dtype is already so many times faster: emulation shows at once."""
+"""If one dtype is so many times faster, no larger size is measured: emulation shows at once."""
 _LONG_ENOUGH_SECONDS = 2e-3
 """Products of this length outweigh the start of the threads, so that a larger size adds nothing."""
 _NATIVE_CAPABILITY = (8, 0)
@@ -26,17 +27,19 @@ _NATIVE_CAPABILITY = (8, 0)
 
 @cache
 def measure_bf16_ratio(device: torch.device) -> float:
-    """Speed of bf16 products as a multiple of fp32's on this device. Below 1 bf16 is slower; 0.03 is usual where it is emulated.
+    """Measure the speed of bf16 products on this device, as a multiple of fp32's.
 
-    Measured once per process, in 20 to 100 milliseconds. On a CPU by the processor time of one thread, so that other programs on
-    the machine do not matter.
+    Below 1 bf16 is slower; 0.03 is usual where it is emulated. Measured once per process, in 20 to 100
+    milliseconds; on a CPU by the processor time of one thread, so that other programs do not matter.
     """
     ratio = math.nan
     with _one_thread() if device.type == "cpu" else nullcontext():
         for size in _SIZES:
-            fp32, bf16 = (_seconds_of_products(size, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+            fp32 = _seconds_of_products(size, device, torch.float32)
+            bf16 = _seconds_of_products(size, device, torch.bfloat16)
             ratio = fp32 / bf16
-            if not 1 / _DECISIVE_RATIO < ratio < _DECISIVE_RATIO or max(fp32, bf16) > _LONG_ENOUGH_SECONDS:
+            is_decisive = not 1 / _DECISIVE_RATIO < ratio < _DECISIVE_RATIO
+            if is_decisive or max(fp32, bf16) > _LONG_ENOUGH_SECONDS:
                 break
     return ratio
 
@@ -52,13 +55,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def _seconds_of_products(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of the three products of a linear layer: forward, and its input's and weight's gradient; the best of three rounds.
+    """Time the products of a linear layer, forward and both gradients; the best of three rounds.
 
     All three, because where bf16 is emulated they differ by a factor of ten.
     """
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    products: tuple[Callable[[], torch.Tensor], ...] = (lambda: x @ weight.t(), lambda: x @ weight, lambda: x.t() @ weight)
-    return sum(_best_seconds(product, device) for product in products)
+    forward = _best_seconds(lambda: x @ weight.t(), device)
+    input_gradient = _best_seconds(lambda: x @ weight, device)
+    return forward + input_gradient + _best_seconds(lambda: x.t() @ weight, device)
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -75,12 +79,13 @@ def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def choose_precision(device: torch.device) -> PrecisionChoice:
-    """What `precision: auto` means on this device: bf16 where it multiplies bf16 natively, otherwise fp32."""
+    """Choose what `precision: auto` means: bf16 if the device multiplies it natively, or else fp32."""
     if device.type == "cuda":
         return _choose_on_cuda(device)
     ratio = measure_bf16_ratio(device)
     if ratio > 1.0:
-        return PrecisionChoice("bf16", f"bf16 products are {ratio:.2g} times as fast as fp32 on this {device.type.upper()}")
+        where = f"on this {device.type.upper()}"
+        return PrecisionChoice("bf16", f"bf16 products are {ratio:.2g} times as fast as fp32 {where}")
     return PrecisionChoice("fp32", describe_emulation(device, ratio))
 
 
@@ -100,10 +105,11 @@ def describe_emulation(device: torch.device, ratio: float) -> str:
 
 
 def caution_of_bf16(device: torch.device) -> str | None:
-    """A warning, with the measured ratio, if the device multiplies bf16 more slowly than fp32; None otherwise."""
+    """Word the warning of a device that multiplies bf16 more slowly than fp32; None for another."""
     if choose_precision(device).kind == "bf16":
         return None
     ratio = measure_bf16_ratio(device)
     if ratio >= 1.0:  # a GPU without bf16 units may still gain from moving half the bytes
         return None
-    return f"{describe_emulation(device, ratio)}: training in bf16 all the same, as the recipe or the run says"
+    told = describe_emulation(device, ratio)
+    return f"{told}: training in bf16 all the same, as the recipe or the run says"

@@ -10,25 +10,32 @@ from functools import cache
 import torch
 
 Product = tuple[int, int, int]
-"""(tokens, outputs, inputs) of a linear layer: 2 x tokens x outputs x inputs FLOPs forward, and as many for each gradient."""
+"""(tokens, outputs, inputs) of a linear layer: 2 x their product FLOPs forward and for each gradient."""
+
+Work = Callable[[], torch.Tensor]
 
 BUDGET_SECONDS = 0.4
 _SLOWEST_SHARE = 0.25
-"""A kind of product (forward, input's gradient, weight's gradient) that reaches less of the best so far is not tried again."""
+"""Kinds of product (forward, the input's gradient, the weight's) that reach less of the best so far are
+not tried again."""
 _FEWEST_TOKENS = 16
 _MOST_ELEMENTS = 2**28
 """Of a product's largest matrix."""
 
 
 @cache
-def measure_matmul_flops_per_second(device: torch.device, dtype: torch.dtype, products: tuple[Product, ...] = ()) -> float:
-    """Best FLOP/s over square products and those of a model, forward and backward; once per process, device, dtype and model.
+def measure_matmul_flops_per_second(
+    device: torch.device,
+    dtype: torch.dtype,
+    products: tuple[Product, ...] = (),
+) -> float:
+    """Measure the best FLOP/s over square products and those of a model, forward and backward.
 
-    This is the practical ceiling: what the vendor prints is not reached by any program. Where a dtype is emulated the three
-    products of one layer differ by a factor of 30, so each is measured.
+    This is the practical ceiling: what the vendor prints is not reached by any program. Where a dtype is
+    emulated the three products of one layer differ by a factor of 30, so each is measured.
 
-    Takes about `BUDGET_SECONDS`, however slow the device is: the smallest product comes first, and larger ones have fewer tokens
-    where they would take too long.
+    Takes about `BUDGET_SECONDS`, however slow the device is: the smallest product comes first, and larger
+    ones have fewer tokens where they would take too long. Kept for the life of the process.
 
     Args:
         products: of the model's layers, with the tokens of a micro-batch.
@@ -36,7 +43,8 @@ def measure_matmul_flops_per_second(device: torch.device, dtype: torch.dtype, pr
     deadline = time.perf_counter() + BUDGET_SECONDS
     squares = (2048, 4096, 8192) if device.type == "cuda" else (128, 256, 512, 1024)
     smallest, *others = sorted({*((size,) * 3 for size in squares), *products}, key=math.prod)
-    latest = [_measure_rate(run, smallest, 0.0, device) for run in _layer_products(smallest, device, dtype)]
+    runs = _layer_products(smallest, device, dtype)
+    latest = [_measure_rate(run, smallest, 0.0, device) for run in runs]
     fastest = list(latest)
     for index, product in enumerate(others):
         seconds = (deadline - time.perf_counter()) / (len(others) - index) / len(latest)
@@ -52,14 +60,17 @@ def measure_matmul_flops_per_second(device: torch.device, dtype: torch.dtype, pr
 
 
 def _fit(product: Product, num_flops: float) -> Product | None:
-    """The product with as many tokens as two runs within `num_flops` and the memory allow; None if hardly any are left."""
+    """Lower the tokens until two runs take `num_flops` and fit into memory; None if hardly any are left."""
     tokens, outputs, inputs = product
-    tokens = min(tokens, int(num_flops / 2 / (2 * outputs * inputs)), _MOST_ELEMENTS // max(outputs, inputs))
-    return (tokens, outputs, inputs) if tokens >= _FEWEST_TOKENS and outputs * inputs <= _MOST_ELEMENTS else None
+    affordable = int(num_flops / 2 / (2 * outputs * inputs))
+    tokens = min(tokens, affordable, _MOST_ELEMENTS // max(outputs, inputs))
+    if tokens < _FEWEST_TOKENS or outputs * inputs > _MOST_ELEMENTS:
+        return None
+    return tokens, outputs, inputs
 
 
-def _layer_products(product: Product, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], ...]:
-    """Forward, the input's gradient and the weight's, with operands that lie in memory as in training."""
+def _layer_products(product: Product, device: torch.device, dtype: torch.dtype) -> tuple[Work, ...]:
+    """Prepare forward, the input's gradient and the weight's, with operands laid out as in training."""
     tokens, outputs, inputs = product
     x = torch.randn(tokens, inputs, device=device).to(dtype)
     gradient = torch.randn(tokens, outputs, device=device).to(dtype)
@@ -67,8 +78,8 @@ def _layer_products(product: Product, device: torch.device, dtype: torch.dtype) 
     return (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
 
 
-def _measure_rate(run: Callable[[], torch.Tensor], product: Product, budget_seconds: float, device: torch.device) -> float:
-    """FLOP/s of the fastest of as many runs as the budget allows: two at least, one where that alone exceeds the budget."""
+def _measure_rate(run: Work, product: Product, budget_seconds: float, device: torch.device) -> float:
+    """Measure the FLOP/s of the fastest run within the budget: of two at least, unless one exceeds it."""
     started, best = time.perf_counter(), math.inf
     num_runs = 0
     while num_runs < 2 or time.perf_counter() - started < budget_seconds:

@@ -13,8 +13,9 @@ _MOST_PRODUCTS = 4
 
 
 def measure_ceiling(checked: Checked, device: torch.device) -> float:
-    """FLOP/s that one device reaches in the run's dtype; in under half a second, and without trace in a GPU's memory."""
-    found = measure_matmul_flops_per_second(device, dtypes(checked.plan.precision).compute, model_products(checked))
+    """Measure the FLOP/s that one device reaches in the run's dtype; leaves nothing in a GPU's memory."""
+    dtype = dtypes(checked.plan.precision).compute
+    found = measure_matmul_flops_per_second(device, dtype, model_products(checked))
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -22,7 +23,7 @@ def measure_ceiling(checked: Checked, device: torch.device) -> float:
 
 
 def model_products(checked: Checked) -> tuple[Product, ...]:
-    """The largest products of the model's matrices with the tokens that a rank has in one micro-batch."""
+    """List the largest products of the model's matrices, with the tokens of a rank's micro-batch."""
     layout, batch = checked.plan.layout, checked.plan.batch
     num_tokens = max(1, batch.micro_batch_size * batch.sequence_length // layout.cp)
     matrices = set()

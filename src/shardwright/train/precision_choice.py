@@ -1,4 +1,4 @@
-"""`precision: auto` at the start of a run: what an earlier start recorded, or what all ranks agree on."""
+"""`precision: auto` at the start of a run: what was recorded before, or what all ranks agree on."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _RECORDED = "the run was begun in it"
 def agree_on_precision(
     recipe: Recipe, folder: RunFolder, meeting: Meeting, device: torch.device, *, resume: bool
 ) -> PrecisionChoice | None:
-    """What `precision: auto` means for this run, the same on every rank; None if the recipe names its precision.
+    """Agree on what `precision: auto` means for this run; None if the recipe names its precision.
 
-    A run that resumes keeps the precision that it was begun in. Otherwise all ranks take bf16 if each would, or else fp32.
-    Every rank calls this, before any writes to the run folder.
+    A run that resumes keeps the precision that it was begun in. Otherwise all ranks take bf16 if each
+    would, or else fp32. Every rank calls this, before any writes to the run folder.
     """
     if recipe.precision.kind != "auto":
         return None
@@ -43,7 +43,8 @@ def agree_on_precision(
         return _keep(_KINDS[begun_in], mine)
     num_fp32 = sum(int(wants_fp32) for _, wants_fp32 in rows)
     if num_fp32 and mine.kind == "bf16":
-        return PrecisionChoice("fp32", f"{num_fp32} of {len(rows)} ranks multiply bf16 more slowly than fp32")
+        told = f"{num_fp32} of {len(rows)} ranks multiply bf16 more slowly than fp32"
+        return PrecisionChoice("fp32", told)
     return mine
 
 
@@ -55,21 +56,26 @@ def _keep(kind: Kind, mine: PrecisionChoice) -> PrecisionChoice:
 
 
 def foresee_precision(recipe: Recipe) -> PrecisionChoice | None:
-    """What `precision: auto` would mean if the recipe were trained, or resumed, from here; None if it names its precision.
+    """Find what `precision: auto` would mean if the recipe were trained, or resumed, from here.
+
+    None if the recipe names its precision.
 
     Raises:
         InputError: the catalogue does not know the recipe's cluster.
     """
-    recorded = read_recorded_precision(RunFolder.of(recipe)) if recipe.precision.kind == "auto" else None
+    if recipe.precision.kind != "auto":
+        return None
+    recorded = read_recorded_precision(RunFolder.of(recipe))
     if recorded is not None:
         return PrecisionChoice(recorded, _RECORDED)
     return choose_planned_precision(recipe)
 
 
 def read_recorded_precision(folder: RunFolder) -> Kind | None:
-    """The precision of the newest checkpoint, or else of the run folder's recipe; None if `auto` would never choose it.
+    """Read the precision of the newest checkpoint, or else of the run folder's recipe.
 
-    What is damaged is passed over: whether the run can resume is found out later.
+    None if there is neither, or if `auto` would never choose it. What is damaged is passed over: whether
+    the run can resume is found out later.
     """
     found: str | None = _read_from_checkpoint(folder)
     if found is None and folder.recipe.is_file():
@@ -82,6 +88,7 @@ def _read_from_checkpoint(folder: RunFolder) -> str | None:
     with suppress(ShardwrightError, OSError):
         for path in candidates(folder.checkpoints)[0]:
             with suppress(ShardwrightError, OSError, KeyError, TypeError):
-                values = parse_json(read_small(path / VALUES_NAME, MAX_VALUES_BYTES), path / VALUES_NAME)
+                file = path / VALUES_NAME
+                values = parse_json(read_small(file, MAX_VALUES_BYTES), file)
                 return str(values["run"]["precision"])
     return None
