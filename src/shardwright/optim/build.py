@@ -14,6 +14,7 @@ from shardwright.config.training import OptimizerSection
 from shardwright.optim.adafactor import Adafactor
 from shardwright.optim.adamw_8bit import AdamW8bit
 from shardwright.optim.cut import ModelCut
+from shardwright.optim.elementwise import SGD, AdamW
 from shardwright.optim.muon import Muon
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def build_optimizer(
         groups.append({"params": [], "weight_decay": 0.0} | ({"rule": "adamw"} if section.name == "muon" else {}))
     implementation = choose_implementation([parameter for _, parameter in named])
     if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in named):
-        implementation = {"foreach": True}  # torch's fused SGD, unlike its fused AdamW, refuses DTensors
+        implementation = {"foreach": True}  # torch's fused SGD rounds the momentum differently, and runs keep their bits
     optimizer = _build(section, groups, learning_rate, implementation, cut)
     shown = next((name for name, on in implementation.items() if on), "loop") if section.name in ("adamw", "sgd") else "own"
     logger.info(
@@ -81,9 +82,9 @@ def _build(
 ) -> torch.optim.Optimizer:
     betas = (section.beta1, section.beta2)
     if section.name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, **implementation)
+        return AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, **implementation)
     if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate, momentum=section.momentum_or_default, **implementation)
+        return SGD(groups, lr=learning_rate, momentum=section.momentum_or_default, **implementation)
     assert cut is not None, f"{section.name} needs to know how parameters are cut"
     if section.name == "adafactor":
         return Adafactor(groups, cut, lr=learning_rate)

@@ -75,21 +75,25 @@ def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation:
     """All comparisons of one layout in one case, as this rank sees them. Runs on every rank of the layout."""
     reference = load_file(Path(reference_path))
     with nullcontext() if mutation is None else mutation():
-        findings = _verify_sgd(problem, layout, reference)
+        model = _build(problem, layout)
+        initial = {name: local_part(parameter).detach().clone() for name, parameter in model.named_parameters()}
+        findings = _verify_sgd(problem, layout, model, reference)
         if problem.dtype == "float64":
-            findings += _verify_adamw(problem, layout, reference)
+            with torch.no_grad():  # one model serves both: building it takes longer than a step
+                for name, parameter in model.named_parameters():
+                    local_part(parameter).copy_(initial[name])
+            findings += _verify_adamw(problem, layout, model, reference)
         if has_rule(problem):
             findings += _verify_rule(problem, layout, reference)
         if problem.optimizer.name == "adamw_8bit":
             findings += _verify_quantised_rule(problem, layout)
-        findings += _verify_odd_steps(problem, layout)
+        findings += _verify_odd_steps(problem, layout, model)
     return findings
 
 
-def _verify_sgd(problem: Problem, layout: Layout, reference: dict[str, Tensor]) -> list[Finding]:
+def _verify_sgd(problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]) -> list[Finding]:
     """Loss, raw gradients and norm, and the weights after a few steps of plain SGD, unclipped: no scale can hide."""
     allowed = TOLERANCE[problem.dtype]
-    model = _build(problem, layout)
     section = OptimizerSection(name="sgd")
     optimizer = build_optimizer(model.named_parameters(), section, learning_rate=SGD_LEARNING_RATE, weight_decay=0.0)
     findings, losses, norms, routers = [], [], [], []
@@ -108,10 +112,9 @@ def _verify_sgd(problem: Problem, layout: Layout, reference: dict[str, Tensor]) 
     return findings
 
 
-def _verify_adamw(problem: Problem, layout: Layout, reference: dict[str, Tensor]) -> list[Finding]:
+def _verify_adamw(problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]) -> list[Finding]:
     """Weights after a few steps of AdamW under clipping, decay, a loss scale and a learning rate that changes."""
     allowed = TOLERANCE[problem.dtype]
-    model = _build(problem, layout)
     section = problem.optimizer.model_copy(update={"name": "adamw"})
     optimizer = build_optimizer(model.named_parameters(), section, learning_rate=LEARNING_RATES[0], weight_decay=WEIGHT_DECAY)
     scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=_LOSS_SCALE))
@@ -191,9 +194,11 @@ def _verify_quantised_rule(problem: Problem, layout: Layout) -> list[Finding]:
     return [_compare_weights("weights after adamw_8bit", model, wanted, "rule", 0.0)]
 
 
-def _verify_odd_steps(problem: Problem, layout: Layout) -> list[Finding]:
-    """A gradient that is not finite on one rank, which every rank skips; a step that supervises nothing; then a common one."""
-    model = _build(problem, layout)
+def _verify_odd_steps(problem: Problem, layout: Layout, model: ParallelModel) -> list[Finding]:
+    """A gradient that is not finite on one rank, which every rank skips; a step that supervises nothing; then a common one.
+
+    Any weights of the model will do.
+    """
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Of a pipeline's ranks one scales the loss, whichever has the head: all of them are told to spoil it.
