@@ -8,12 +8,13 @@ errors.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import stat
 import time
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 MAX_TEXT_BYTES = 256 * 1024**2
 """Largest file that is read as one text, unless the caller says otherwise. A tokenizer.json takes up to some 40 MB."""
@@ -51,7 +52,17 @@ def open_regular(path: str | Path) -> BinaryIO:
     Raises:
         OSError: the file cannot be opened, or it is of another kind.
     """
-    return os.fdopen(_open_kind(path, ("regular file",)), "rb")
+    return io.BufferedReader(_Regular(_open_kind(path, ("regular file",)), "rb"))
+
+
+class _Regular(io.FileIO):
+    """A file whose reads never wait. Some files below /proc count as regular and have no end."""
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer)
+        if num_bytes is None:
+            raise OSError(errno.EAGAIN, "it has no end, and nothing to read now")
+        return num_bytes
 
 
 def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES, pipe_seconds: float = 0.0) -> str:

@@ -128,7 +128,7 @@ def _smollm3(fields: Fields) -> ModelShape:
 
 
 def _gpt2(fields: Fields) -> ModelShape:
-    hidden_size, num_heads, num_layers = fields.integer("n_embd"), fields.integer("n_head"), fields.integer("n_layer")
+    hidden_size, num_heads, num_layers = fields.integer("n_embd"), fields.integer("n_head"), fields.num_layers("n_layer")
     head_dim = max(1, hidden_size // num_heads)
     scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
@@ -181,7 +181,7 @@ def _gpt_neox(fields: Fields) -> ModelShape:
         num_kv_heads=num_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        layers=(LayerShape(attention_scale=head_dim**-0.5, rope=0),) * fields.integer("num_hidden_layers"),
+        layers=(LayerShape(attention_scale=head_dim**-0.5, rope=0),) * fields.num_layers("num_hidden_layers"),
         ropes=(read_rope_of_model(fields, head_dim, max_positions, theta=theta, fraction=fraction),),
         names=names.GPT_NEOX,
         activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),

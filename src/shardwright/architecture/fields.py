@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from shardwright.errors import ArchitectureError, nearest
 
 Choice = TypeVar("Choice")
+MAX_INTEGER = 2**31 - 1
+MAX_LAYERS = 10_000
 
 
 class Fields:
@@ -43,18 +46,26 @@ class Fields:
         self._taken.add(name)
         return self._content.get(name, default)
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`; absent or null takes the default, and is an error without one."""
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """A whole number from `minimum` to `maximum`; absent or null takes the default, and is an error without one."""
         value = self._given(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._wrong(name, value, f"a whole number, at least {minimum}")
+        if value > maximum:
+            raise self._wrong(name, value, f"a whole number, at most {maximum:,}")
         return value
+
+    def num_layers(self, name: str) -> int:
+        """A number of layers, each of which is described by itself."""
+        return self.integer(name, maximum=MAX_LAYERS)
 
     def number(self, name: str, default: float | None = None, *, minimum: float = 0.0, exclusive: bool = False) -> float:
         """A real number of at least `minimum` (above it, when `exclusive`)."""
         value = self._given(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, "a number")
+        if abs(value) > sys.float_info.max or value != value:
+            raise self._wrong(name, value, "a finite number")
         if value < minimum or (exclusive and value == minimum):
             raise self._wrong(name, value, f"a number {'above' if exclusive else 'of at least'} {minimum}")
         return float(value)

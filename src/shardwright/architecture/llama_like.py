@@ -46,7 +46,7 @@ def read_llama_like(
     if head_dim is None or not fixed_head_dim:
         head_dim = fields.integer("head_dim", head_dim or max(1, hidden_size // num_heads))
     max_positions = fields.integer("max_position_embeddings")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers("num_hidden_layers")
     vocab_size = fields.integer("vocab_size")
     rope_of_model = partial(read_rope_of_model, fields, head_dim, max_positions, original_max_positions=original_max_positions)
     may_default = kv_heads_default or "num_key_value_heads" in fields

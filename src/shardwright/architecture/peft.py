@@ -20,6 +20,7 @@ from shardwright.architecture.parameters import ParameterSpec
 from shardwright.architecture.shape import ModelShape
 from shardwright.config.adapters import AdapterKind
 from shardwright.errors import WeightsError
+from shardwright.files import read_text
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
@@ -174,8 +175,8 @@ def _ends_with(name: str, end: str) -> bool:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(
             f"cannot be read: {error}", field=str(path), allowed=f"a folder with {CONFIG_NAME} and {TENSORS_NAME}"
         ) from error

@@ -13,6 +13,7 @@ from shardwright.architecture.families import FAMILIES
 from shardwright.architecture.fields import Fields
 from shardwright.architecture.shape import ModelShape
 from shardwright.errors import ArchitectureError, nearest
+from shardwright.files import file_kind, read_text
 
 INERT_FIELDS = frozenset(
     {
@@ -131,9 +132,9 @@ def _family_remedy(family: Any) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        path = path / "config.json" if file_kind(path) == "folder" else path
+        content = json.loads(read_text(path))
     except OSError as error:
         raise ArchitectureError(
             f"the model's config.json cannot be read: {error.strerror}",
@@ -141,7 +142,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             got=path,
             remedy="Give a folder that holds config.json",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArchitectureError(f"this is not JSON: {error}", field="model.path", got=path) from error
     if not isinstance(content, dict):
         raise ArchitectureError("a config.json holds one mapping", field="model.path", got=path)

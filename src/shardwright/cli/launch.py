@@ -14,6 +14,7 @@ import typer
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
+from shardwright.files import read_text
 from shardwright.interop.job import Job, Links, parse_environment, placeholders
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def launch_command(
 
 def _unsaid(recipe: Path, given: dict[str, str], kind: str) -> list[str]:
     """What the recipe reads from the environment and nodes would not have; sbatch takes this shell's along."""
-    missing = sorted(placeholders(recipe.read_text(encoding="utf-8")) - set(given))
+    missing = sorted(placeholders(read_text(recipe)) - set(given))
     if not missing or kind == "slurm":
         return []
     return [f"the recipe reads {', '.join(missing)} from the environment: give --env for the nodes"]

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check failed, 2 wrong input, 3 the run failed, 4 preempt
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sys
@@ -18,6 +19,7 @@ from shardwright.cli.streams import escape_unencodable, printable
 from shardwright.cli.verbs import VERBS
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 
+_SHOWN_CHARACTERS = 200
 _INTERRUPTED = 128 + signal.SIGINT
 """What the parser makes of a Ctrl-C that no verb took."""
 
@@ -80,12 +82,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ShardwrightError as error:
         _tell(error, as_json=as_json)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            return _report_bug(error, as_json=as_json)
+        path = str(error.filename)
+        shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
+        refused = InputError(f"the path cannot be followed: {error.strerror}", got=shown)
+        _tell(refused, as_json=as_json)
+        return refused.exit_code
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "show"):  # the parser's: an option or a verb that is none
             error.show()
             return _end(ExitCode.WRONG_INPUT, "UsageError", error.format_message(), as_json=as_json)
-        sys.stderr.write(f"{traceback.format_exc()}this is a bug in shardwright {__version__}, not in your input\n")
-        return _end(ExitCode.RUN_FAILED, type(error).__name__, str(error), as_json=as_json)
+        return _report_bug(error, as_json=as_json)
+
+
+def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
+    """The traceback of an error that is none of ours."""
+    sys.stderr.write(f"{traceback.format_exc()}this is a bug in shardwright {__version__}, not in your input\n")
+    return _end(ExitCode.RUN_FAILED, type(error).__name__, str(error), as_json=as_json)
 
 
 def _end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:

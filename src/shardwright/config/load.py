@@ -214,7 +214,11 @@ def _placed(shown: str, place: str | None) -> str:
 
 def _as_recipe_error(error: ValidationError, root: type[BaseModel], locate: Locate) -> RecipeError:
     """All of pydantic's complaints as one error of ours: the first in full, the others a line each."""
-    complaints = [_complaint(item, root, locate) for item in error.errors(include_url=False)]
+    items = error.errors(include_url=False)
+    inside = {item["loc"][:-1] for item in items} | {item["loc"][:-2] for item in items}
+    # A list that is too short because of what is wrong with its items is not wrong itself.
+    items = [item for item in items if item["type"] != "too_short" or item["loc"] not in inside]
+    complaints = [_complaint(item, root, locate) for item in items]
     first, others = complaints[0], complaints[1:]
     if not others:
         return first

@@ -25,7 +25,7 @@ class TrainingSection(Section):
     """Forward-backward passes per optimizer step."""
     max_steps: Positive | None = None
     """Optimizer steps. With `num_epochs` too, whichever ends first."""
-    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    num_epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Passes over the training samples."""
     learning_rate: Annotated[float, Field(ge=0)]
     """Peak learning rate."""

@@ -205,8 +205,10 @@ def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[Any]]:
             status = file.path.stat()
             stamp = [status.st_size, status.st_mtime_ns, status.st_ino]
             known = memory.get(str(file.path))
-            is_known = isinstance(known, list) and len(known) == 2 and known[0] == stamp
-            digest = known[1] if is_known else _hash(file.path)
+            if isinstance(known, list) and len(known) == 2 and known[0] == stamp:
+                digest = str(known[1])
+            else:
+                digest = _hash(file.path)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", field=str(file.path)) from error
         if time.time() - status.st_mtime > _SETTLED_SECONDS:

@@ -50,9 +50,12 @@ def localise(sources: Sequence[Source], root: Path, field: str, progress: Progre
 
 def _fetch(source: Source, root: Path, where: str, progress: Progress | None) -> Path:
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
     try:
         files, path = fsspec.core.url_to_fs(source.path)
+        if isinstance(files, LocalFileSystem):
+            return Path(path)
         single = bool(files.isfile(path))
         found = {path: files.info(path)} if single else files.find(path, detail=True)
         base = path.rstrip("/")

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from shardwright.errors import InputError
+from shardwright.files import read_text
 
 SCHEMA_VERSION = 1
 
@@ -201,7 +202,7 @@ def load_profile(path: str | Path) -> MeasuredProfile:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except OSError as error:
         raise InputError(
             f"the measured profile cannot be read: {error.strerror}",
@@ -209,7 +210,7 @@ def load_profile(path: str | Path) -> MeasuredProfile:
             got=path,
             remedy="Write one with `shardwright doctor --calibrate`",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the measured profile is not JSON: {error}", field="profile", got=path) from error
     return read_profile(content)
 

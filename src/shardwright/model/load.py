@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwright.architecture import ModelShape, ParameterSpec
 from shardwright.errors import WeightsError
+from shardwright.files import open_regular, read_text
 from shardwright.model.init import Narrow, slice_bounds
 
 WEIGHTS_NAME = "model.safetensors"
@@ -252,9 +253,9 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index; every file lies in the folder."""
     path = folder / INDEX_NAME
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_text(path))["weight_map"]
         entries = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"not an index of weights: {type(error).__name__}: {error}", field=str(path)) from error
     for file in sorted(set(entries.values())):
         # By its words only: the files of a download cache are links that lead out of the folder, and are welcome.
@@ -280,6 +281,7 @@ def _check_index(folder: Path, file_of: dict[str, str]) -> None:
 
 def _open(path: Path) -> Any:
     try:
+        open_regular(path).close()  # safe_open would wait for the writer of a FIFO
         return safe_open(str(path), framework="pt")
     except FileNotFoundError as error:
         raise WeightsError("the file is missing", field=str(path), remedy=f"{INDEX_NAME} names it: copy it here") from error

@@ -8,6 +8,7 @@ that tell how a run ended) is blanked there, before anything reads it.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Literal
 from shardwright.architecture import ModelShape
 from shardwright.config.schema import RecomputeKind
 from shardwright.errors import DataError, InputError
+from shardwright.files import open_regular
 from shardwright.hardware import Cluster, find_node, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Adapter, Candidate, Offload, OptimizerKind, Precision, Reference
@@ -87,7 +89,7 @@ def read_cases(path: str | Path) -> Iterator[Case]:
 def read_rows(path: str | Path) -> list[dict[str, str]]:
     """The table as it stands; only `configuration` of a row may reach a prediction."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
             table = csv.DictReader(file)
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.errors import InputError
+from shardwright.files import read_text
 from shardwright.report.thin import Floats, smooth
 from shardwright.telemetry.events import (
     MEASUREMENTS,
@@ -123,8 +124,8 @@ class Run:
     def prediction(self) -> dict[str, Any]:
         """What the planner said of this plan (`prediction.json`); empty where it said nothing that can be read."""
         try:
-            told = json.loads((self.path / PREDICTION_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            told = json.loads(read_text(self.path / PREDICTION_NAME))
+        except (OSError, ValueError, RecursionError):
             return {}
         return told if isinstance(told, dict) else {}
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from shardwright.errors import ScheduleError
+from shardwright.files import read_text
 from shardwright.schedule.actions import KINDS, Action, Schedule
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -34,7 +35,7 @@ def read_schedule(path: Path) -> Schedule:
         ScheduleError: a file that cannot be read or holds nothing, or a cell that is none; names line and cell.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         problem = getattr(error, "strerror", None) or "is no text"
         raise ScheduleError(f"cannot read {path}: {problem}", field="schedule") from error

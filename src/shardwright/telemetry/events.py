@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shardwright.errors import InputError, RunFailed
+from shardwright.files import file_kind, open_regular
 from shardwright.telemetry.kinds import (
     EVENT_TYPES,
     FILE_NAME,
@@ -144,7 +145,7 @@ def check_free(run_dir: str | os.PathLike[str]) -> None:
         InputError: another process is writing it.
     """
     try:
-        descriptor = os.open(Path(run_dir) / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(Path(run_dir) / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return  # no events yet; what else may be wrong with the folder is told when it is written
     try:
@@ -249,9 +250,10 @@ def read_events(run: str | os.PathLike[str], *, as_far_as_it_goes: bool = False)
     """
     folder = Path(run)
     path = Path(run)
-    path = path / FILE_NAME if path.is_dir() else path
     try:
-        content = path.read_bytes()
+        path = path / FILE_NAME if file_kind(path) == "folder" else path
+        with open_regular(path) as stream:
+            content = stream.read()
     except OSError as error:
         if as_far_as_it_goes and folder.is_dir():
             return EventLog(path, (), missing=error.strerror)

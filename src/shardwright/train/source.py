@@ -22,6 +22,7 @@ from shardwright.config.model import ModelSection
 from shardwright.data.tokenize import has_tokenizer, load_tokenizer
 from shardwright.data.tokenizer import Tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
+from shardwright.files import read_text
 from shardwright.model.decoder import Decoder
 from shardwright.model.foreign import build_decoder
 from shardwright.model.init import initialise
@@ -283,7 +284,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot be read: {error}", field=str(path)) from error
     return content if isinstance(content, dict) else None

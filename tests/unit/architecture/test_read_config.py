@@ -232,3 +232,14 @@ def test_cut_keeps_the_odd_features(case: str) -> None:
 def test_cut_refuses_a_width_that_heads_do_not_divide() -> None:
     with pytest.raises(ArchitectureError, match="multiple of"):
         cut(read_config(LLAMA), hidden_size=13)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_hidden_layers", 10**9), ("vocab_size", 2**62), ("rms_norm_eps", float("nan")), ("rms_norm_eps", 10**400)],
+)
+def test_numbers_beyond_any_model_are_refused(field: str, value: float) -> None:
+    """A billion layers would be described one by one."""
+    with pytest.raises(ArchitectureError) as caught:
+        read_config(LLAMA | {field: value})
+    assert caught.value.field == field

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -93,11 +94,11 @@ def test_links_that_lead_nowhere_are_errors(tmp_path: Path) -> None:
     assert "no file in this folder" in refusal(tmp_path, excluded)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "template"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "template"])
 def test_files_around_the_data_are_not_waited_for(tmp_path: Path, name: str) -> None:
     folder = save_folder(sentencepiece_like(), tmp_path / "tokenizer")
     path = write_json_lines(tmp_path / "a.jsonl", ["ab"])
-    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "tokenizer_config.json").unlink()
     options: dict[str, Any] = {}
     if name == "template":
         fifo(tmp_path / "template")
@@ -106,7 +107,7 @@ def test_files_around_the_data_are_not_waited_for(tmp_path: Path, name: str) -> 
         chat.write_text(json.dumps({"messages": turns}))
         path, options = str(chat), {"chat_template": str(tmp_path / "template")}
     else:
-        (folder / name).unlink(missing_ok=True)
+        (folder / name).unlink()
         (folder / name).symlink_to("/dev/zero")
     tokenizer = {"kind": "huggingface", "path": str(folder)}
     with pytest.raises(InputError):
@@ -197,15 +198,14 @@ def test_a_tokenizer_that_takes_documents_whole_has_a_limit(tmp_path: Path, monk
 
 def test_merges_of_long_words_are_learnt_from_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of the trainer grows by the square of a word's length: a megabyte without a space took hours."""
-    given: list[int] = []
+    given: list[str] = []
     bounded = tokenize._with_bounded_words
-    monkeypatch.setattr(tokenize, "_with_bounded_words", lambda texts: (given.append(len(part)) or part for part in bounded(texts)))
+    monkeypatch.setattr(tokenize, "_with_bounded_words", lambda texts: (given.append(part) or part for part in bounded(texts)))
     texts = ["a short text", "x" * 50_000 + " end" + " " * 20_000, "y" * tokenize.LONGEST_WORD]
     tokenizer = train_bpe(iter(texts), 300)
-    assert max(given) <= tokenize.LONGEST_WORD + len(" end")
-    assert sum(given) == sum(map(len, texts))
-    assert "".join(bounded(iter(texts))) == "".join(texts)
-    assert tokenizer.encode("x" * 1024) < list(range(1024))
+    assert max(len(run) for part in given for run in re.findall(r"\S+|\s+", part)) == tokenize.LONGEST_WORD
+    assert "".join(given) == "".join(texts)
+    assert len(tokenizer.encode("x" * 1024)) == 1
 
 
 def test_an_object_of_many_fields_is_read_once(tmp_path: Path) -> None:
