@@ -141,7 +141,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             got=path,
             remedy="Give a folder that holds config.json",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArchitectureError(f"this is not JSON: {error}", field="model.path", got=path) from error
     if not isinstance(content, dict):
         raise ArchitectureError("a config.json holds one mapping", field="model.path", got=path)

@@ -15,6 +15,9 @@ from shardwright.config.layout import LayoutSection
 from shardwright.config.schema import Recipe
 from shardwright.errors import LayoutError, RecipeError, nearest
 
+_MOST_DIGITS = 18
+"""Of a degree; int() refuses more than 4,300."""
+
 _ENVIRONMENT = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -165,7 +168,7 @@ def _layout_value(key: str, value: str, item: str) -> int | bool | str:
         if not value:
             raise LayoutError("a name is missing", field=f"--layout {key}", got=item, allowed=f"e.g. {key}={default}")
         return value
-    if not value.isdigit():
+    if not value.isdecimal() or len(value) > _MOST_DIGITS:
         raise LayoutError("a degree is a whole number", field=f"--layout {key}", got=value or item, allowed="e.g. tp=2")
     return int(value)
 

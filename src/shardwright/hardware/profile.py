@@ -209,7 +209,7 @@ def load_profile(path: str | Path) -> MeasuredProfile:
             got=path,
             remedy="Write one with `shardwright doctor --calibrate`",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the measured profile is not JSON: {error}", field="profile", got=path) from error
     return read_profile(content)
 

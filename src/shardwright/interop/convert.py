@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot be read: {error}", field="FILE", got=str(path)) from error
     try:
         document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise InputError(f"is no {kind}: {_where(error)}", field="FILE", got=str(path)) from error
     if not isinstance(document, dict):

@@ -254,7 +254,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         entries = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"not an index of weights: {type(error).__name__}: {error}", field=str(path)) from error
     for file in sorted(set(entries.values())):
         # By its words only: the files of a download cache are links that lead out of the folder, and are welcome.

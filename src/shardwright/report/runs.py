@@ -124,7 +124,7 @@ class Run:
         """What the planner said of this plan (`prediction.json`); empty where it said nothing that can be read."""
         try:
             told = json.loads((self.path / PREDICTION_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return told if isinstance(told, dict) else {}
 

@@ -33,6 +33,9 @@ from shardwright.train.folder import RunFolder
 MODEL_PREFIX = "model."
 """What a run's checkpoints put before the names of its weights."""
 
+_MOST_DIGITS = 18
+"""Of a step in a command; int() refuses more than 4,300."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Dtypes by the recipe's words."""
 
@@ -218,7 +221,7 @@ def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:
         best = read_pointer(root, BEST)
         if best is not None:
             return open_checkpoint(best.path)
-    elif wanted.isdecimal() and int(wanted) in steps:
+    elif wanted.isdecimal() and len(wanted) <= _MOST_DIGITS and int(wanted) in steps:
         return open_checkpoint(steps[int(wanted)])
     raise CheckpointError(
         "no such checkpoint",
@@ -269,6 +272,6 @@ def _read_generation_config(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot be read: {error}", field=str(path)) from error
     return content if isinstance(content, dict) else None
