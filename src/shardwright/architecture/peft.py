@@ -220,7 +220,7 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         if path.stat().st_size != 8 + length + max(ends, default=0):
             raise ValueError(f"{path.stat().st_size} bytes, where its header tells of {8 + length + max(ends, default=0)}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"damaged, truncated or no safetensors file: {error}", field=str(path)) from error
     if any(math.prod(size) == 0 for size in sizes.values()):
         raise WeightsError("holds tensors without elements: it was saved from a sharded model", field=str(path))

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
+from shardwright.cli.pages import write_text
 from shardwright.errors import InputError
 
 SCHEMA_VERSION = 1
@@ -36,10 +37,7 @@ def convert_command(
     found = convert(file, system, overrides or ())
     text = found.as_yaml(file.name)
     if out is not None:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot be written: {error.strerror}", field="--out", got=str(out)) from error
+        write_text(out, text)
     for item in found.dropped:
         sys.stderr.write(f"not carried: {item.key}: {item.why}\n")
     for remark in found.remarks:

@@ -28,7 +28,7 @@ def export_command(
     ] = "auto",
     checkpoint: CheckpointChoice = "latest",
     max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", min=0.001, help="Decimal gigabytes of one weights file at most.")
+        float, typer.Option("--max-shard-gb", min=0.001, max=1e6, help="Decimal gigabytes of one weights file at most.")
     ] = 5.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds something already.")] = False,
     check: Annotated[

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.pages import write_text
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
@@ -138,7 +139,7 @@ def _script(job: Job, partition: Text, account: Text, time: Text, image: Text, s
 def _manifest(job: Job, image: Text, namespace: Text, volume: list[str] | None, working_dir: Text) -> tuple[str, list[str]]:
     from shardwright.interop.kubernetes import KubernetesOptions, manifest, unshared
 
-    if image is None:
+    if not image:
         raise InputError(
             "pods start from an image",
             field="--image",
@@ -166,10 +167,7 @@ def _tell(kind: str, text: str, job: Job, notes: list[str], *, out: Path | None,
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
     if out is not None:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot be written: {error.strerror}", field="--out", got=str(out)) from error
+        write_text(out, text)
     answer = submit(kind, text) if submitted else None
     if json_output:
         told = {"schema_version": SCHEMA_VERSION, "kind": kind, "text": text, "world_size": job.world_size, "notes": notes}

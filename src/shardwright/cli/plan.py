@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
-from shardwright.cli.pages import HtmlOutput, write_page
+from shardwright.cli.pages import HtmlOutput, write_page, write_text
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, LayoutError
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from shardwright.planner.prediction import Prediction
 
 SCHEMA_VERSION = 1
+
+_MOST_DIGITS = 18
+"""Of a number of GPUs; int() refuses more than 4,300."""
 
 
 ClusterText = Annotated[
@@ -161,10 +164,7 @@ def _emitted(system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, ou
     for note in told.notes:
         sys.stderr.write(f"not expressed: {note}\n")
     if out is not None:
-        try:
-            out.write_text(told.text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot be written: {error.strerror}", field="--out", got=str(out)) from error
+        write_text(out, told.text)
     return {"system": system, "text": told.text, "notes": list(told.notes), "out": None if out is None else str(out)}
 
 
@@ -190,7 +190,7 @@ def _counts(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
+    if not all(word.isdecimal() and len(word) <= _MOST_DIGITS and int(word) > 0 for word in words):
         raise InputError("numbers of GPUs are wanted", field="--gpus", got=text, allowed="e.g. 8,16,32,64")
     return tuple(sorted({int(word) for word in words}))
 

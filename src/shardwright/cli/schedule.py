@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.pages import HtmlOutput, write_page
+from shardwright.cli.pages import HtmlOutput, write_page, write_text
 from shardwright.errors import ScheduleError
 
 if TYPE_CHECKING:
     from shardwright.schedule import Proof, Schedule, Timeline, Times
 
 SCHEMA_VERSION = 1
+
+_MOST_PASSES = 500_000
+"""Forward passes of a schedule, over all stages: as many take about a minute."""
 
 Subject = Annotated[
     str,
@@ -73,13 +76,14 @@ def schedule_command(
             raise ScheduleError(
                 f"{name} needs --stages and --micro-batches", field="schedule", remedy="Say --stages 4 --micro-batches 8"
             )
+        _check_size(stages, micro_batches, virtual_stages)
         schedule = build_schedule(name, stages, micro_batches, virtual_stages)
     else:
         schedule = read_file(name)
         _check_agrees(schedule, stages, micro_batches, virtual_stages)
     proof, timeline = check(schedule), simulate(schedule, _read_times(times, schedule))
     if svg is not None:
-        _write(svg, draw_svg(timeline))
+        write_text(svg, draw_svg(timeline), option="--svg")
     if html is not None:
         from shardwright.report.plans import render_schedule
 
@@ -90,6 +94,19 @@ def schedule_command(
     if as_json:
         sys.stdout.write(json.dumps(_as_dict(schedule, proof, timeline)) + "\n")
     _show(schedule, proof, timeline, drawn=not as_json)
+
+
+def _check_size(stages: int, micro_batches: int, virtual_stages: int | None) -> None:
+    """Refuse a schedule that would take minutes to build and prove."""
+    passes = stages * micro_batches * (virtual_stages or 1)
+    if passes > _MOST_PASSES:
+        raise ScheduleError(
+            "too large to build and prove here",
+            field="--stages x --micro-batches x --virtual-stages",
+            got=f"{passes:,}",
+            allowed=f"at most {_MOST_PASSES:,}",
+            remedy="Its shape shows with fewer micro-batches as well",
+        )
 
 
 def _check_agrees(schedule: Schedule, stages: int | None, micro_batches: int | None, virtual_stages: int | None) -> None:
@@ -113,20 +130,13 @@ def _read_times(text: str, schedule: Schedule) -> Times:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (3, 4) or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers[:3]):
+    if len(numbers) not in (3, 4) or not all(number == 0 or 1e-9 <= number <= 1e9 for number in numbers) or not sum(numbers[:3]):
         raise ScheduleError(
-            "three or four numbers, not below 0", field="--times", got=text, allowed="F,I,W or F,I,W,SEND: 1,1,1,0.1"
+            "three or four numbers, 0 or from 1e-9 to 1e9", field="--times", got=text, allowed="F,I,W or F,I,W,SEND: 1,1,1,0.1"
         )
     share = schedule.num_ranks / schedule.num_stages
     forward, inputs, weights = (number * share for number in numbers[:3])
     return Times.uniform(schedule.num_stages, forward, inputs, weights, transfer=numbers[3] if len(numbers) == 4 else 0.0)
-
-
-def _write(path: Path, drawn: str) -> None:
-    try:
-        path.write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"cannot write {path}: {error.strerror}", field="--svg") from error
 
 
 def _as_dict(schedule: Schedule, proof: Proof, timeline: Timeline) -> dict[str, Any]:

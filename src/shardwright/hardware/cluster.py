@@ -15,6 +15,9 @@ from shardwright.errors import InputError
 if TYPE_CHECKING:
     from shardwright.hardware.profile import MeasuredProfile
 
+MOST_GPUS = 262_144
+"""Accelerators of a cluster at most; a search over more would take minutes."""
+
 AcceleratorKind = Literal["gpu", "cpu"]
 LinkKind = Literal["nvlink", "infinity_fabric", "pcie", "infiniband", "ethernet", "shared_memory"]
 
@@ -119,6 +122,10 @@ class Cluster:
         for name in ("gpus_per_node", "num_nodes"):
             if getattr(self, name) < 1:
                 raise InputError("a cluster has at least one of them", field=f"cluster.{name}", got=getattr(self, name))
+        if self.num_gpus > MOST_GPUS:
+            raise InputError(
+                "no cluster is so large", field="cluster", got=f"{self.num_gpus} GPUs", allowed=f"at most {MOST_GPUS:,}"
+            )
         if not self.domain_size:
             object.__setattr__(self, "domain_size", self.gpus_per_node)
         if self.num_gpus > self.domain_size and self.inter is None:

@@ -226,7 +226,7 @@ def _sources(entries: Any, key: str, found: Findings) -> list[dict[str, Any]] | 
         source: dict[str, Any] = {"path": given.pop("data_files", None) or given.get("path")}
         given.pop("path", None)
         if isinstance(source["path"], list):
-            source["path"] = source["path"][0]
+            source["path"] = next(iter(source["path"]), None)
             found.drop(f"{key}.{number}.data_files", "a list", "its first file is taken; give a source for each")
         if isinstance(kind := given.pop("type", None), str):
             records = _RECORDS.get(kind.split(".")[0].split(":")[0])

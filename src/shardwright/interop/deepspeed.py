@@ -174,7 +174,11 @@ def _read_precision(source: Source, found: Findings) -> None:
         found.put("precision.kind", "fp32", "bf16.enabled")  # DeepSpeed's default
     power, window = source.take("fp16.initial_scale_power"), source.take("fp16.loss_scale_window")
     if kinds == ["fp16"]:
-        found.put("precision.initial_loss_scale", 2.0**power if isinstance(power, int) else power, "fp16.initial_scale_power")
+        found.put(
+            "precision.initial_loss_scale",
+            2.0**power if isinstance(power, int) and abs(power) < 1024 else power,
+            "fp16.initial_scale_power",
+        )
         found.put("precision.loss_scale_growth_steps", window, "fp16.loss_scale_window")
     reduced = source.take("communication_data_type")
     if reduced in ("bfp16", "bf16", "bfloat16"):

@@ -14,6 +14,7 @@ from shardwright.errors import ExitCode, InputError
 from shardwright.interop.job import Job, exports
 
 _TIME = re.compile(r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+_WORD = re.compile(r"\S+")
 _DIRECTIVE = re.compile(r"^--[a-z][a-z-]*(=\S+)?$")
 
 _STRAGGLING_SECONDS = 120
@@ -33,10 +34,13 @@ class SlurmOptions:
     """Further `#SBATCH` options, e.g. `--qos=high`."""
 
     def __post_init__(self) -> None:
-        if self.time is not None and not _TIME.match(self.time):
+        if self.time is not None and not _TIME.fullmatch(self.time):
             raise InputError("not a time limit", field="--time", got=self.time, allowed="minutes, HH:MM:SS or D-HH:MM:SS")
+        for option, value in (("--partition", self.partition), ("--account", self.account), ("--image", self.image)):
+            if value is not None and not _WORD.fullmatch(value):
+                raise InputError("is not one word", field=option, got=repr(value), allowed="characters other than spaces")
         for directive in self.directives:
-            if not _DIRECTIVE.match(directive):
+            if not _DIRECTIVE.fullmatch(directive):
                 raise InputError("not an option of sbatch", field="--sbatch", got=directive, allowed="--name or --name=value")
 
 

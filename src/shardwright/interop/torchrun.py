@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ from shardwright.errors import InputError
 from shardwright.interop.job import Job
 
 DEFAULT_PORT = 29500
+
+_HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]+")
 
 
 def torchrun_words(job: Job) -> list[str]:
@@ -45,6 +48,11 @@ def torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
             allowed=f"{job.num_nodes} names or addresses with commas between them",
             remedy="Say --hosts node1,node2",
         )
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise InputError(
+                "not the address of a node", field="--hosts", got=repr(host), allowed="names or addresses, e.g. node1,node2"
+            )
     endpoint = f"{hosts[0]}:{job.port or DEFAULT_PORT}"
     commands = []
     for number, host in enumerate(hosts):

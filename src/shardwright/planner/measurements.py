@@ -91,10 +91,11 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
             table = csv.DictReader(file)
+            columns = table.fieldnames or ()
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"the measurements cannot be read: {error}", field="--measurements", got=path) from error
-    missing = [name for name in ("id", "model_name", "gpu", "gpus") if name not in (table.fieldnames or ())]
+    missing = [name for name in ("id", "model_name", "gpu", "gpus") if name not in columns]
     if missing:
         raise DataError(
             "this is no table of measurements",

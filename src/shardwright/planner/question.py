@@ -15,6 +15,11 @@ from shardwright.plan import PrecisionChoice, resolve_batch
 from shardwright.planner.candidate import Adapter, Candidate, OptimizerKind, Precision, Reference
 from shardwright.planner.space import Question
 
+_MOST_LAYERS = 2048
+"""Dealing layers to pipeline stages takes time with the square of their number: about a minute for so many."""
+_MOST_SEQUENCES = 2**30
+"""Of a global batch; divisors of larger numbers take long to find."""
+
 
 def shape_of(recipe: Recipe) -> ModelShape:
     """The model that a recipe names, from its config alone: no weights, no tokenizer, no data.
@@ -33,6 +38,15 @@ def shape_of(recipe: Recipe) -> ModelShape:
             remedy="Write it there; planning reads no tokenizer",
         )
     shape = read_config(config)
+    if shape.num_layers > _MOST_LAYERS:
+        raise ArchitectureError(
+            "too many layers to plan", field="model.config", got=f"{shape.num_layers:,} layers", allowed=f"at most {_MOST_LAYERS:,}"
+        )
+    total = recipe.training.global_batch_size
+    if total is not None and total > _MOST_SEQUENCES:
+        raise RecipeError(
+            "too many sequences to plan", field="training.global_batch_size", got=total, allowed=f"at most {_MOST_SEQUENCES:,}"
+        )
     shape.check_sequence_length(recipe.training.sequence_length)
     return shape
 

@@ -4,6 +4,7 @@ raising."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import isqrt
 
 from shardwright.errors import LayoutError
@@ -13,6 +14,7 @@ from shardwright.planner.facts import ModelFacts
 from shardwright.schedule.families import FAMILIES, stages_per_rank
 
 
+@lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
     """Ascending.
 

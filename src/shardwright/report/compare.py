@@ -106,7 +106,10 @@ def compare_runs(run: Run, reference: Run, *, tolerance: float = 0.003, window_s
         gone = Deviation(at, at, float(ours[end]), float(theirs[end]), math.nan)
         left = left or gone
         worst = gone if worst is None else worst
-    assert worst is not None, "_align leaves at least one step"
+    if worst is None:
+        raise InputError(
+            "no step that both runs have has a finite loss in the reference", field="REFERENCE", got=str(reference.path)
+        )
     points, validation_worst, validation_left, notes = _compare_validation(run, reference, tolerance)
     return Comparison(
         run=run.name,

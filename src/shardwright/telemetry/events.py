@@ -180,7 +180,7 @@ def _heal(descriptor: int) -> int:
         return 0
     try:
         whole = isinstance(json.loads(torn), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = False
     if whole:  # only the newline was lost
         os.write(descriptor, b"\n")
@@ -284,7 +284,7 @@ def read_events(run: str | os.PathLike[str], *, as_far_as_it_goes: bool = False)
                 events.append(decode(record))
             else:
                 unknown[str(record["kind"])] += 1
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             broken.append(number)
     told_newer = (newer, newest) if newer else None
     return EventLog(path, tuple(events), torn_tail, tuple(broken), tuple(sorted(unknown.items())), told_newer)

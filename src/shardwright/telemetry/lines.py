@@ -71,16 +71,23 @@ def _spell_non_finite(value: Any) -> Any:
 
 
 def _readers(event_type: type[Event]) -> dict[str, str]:
-    """How each field is read back: `float` knows the spelled non-finite values, lists become the tuples that they were."""
+    """How each field is read back: `float` knows the spelled non-finite values, lists become the tuples that they were; a `?`
+    behind it lets None pass."""
 
     def reader(spelled: str) -> str:
-        for start, name in (("tuple[tuple", "tuples"), ("tuple", "tuple"), ("dict[str, tuple", "named tuples"), ("dict", "")):
+        return plain_reader(spelled) + ("?" if "None" in spelled else "")
+
+    def plain_reader(spelled: str) -> str:
+        for start, name in (("tuple[tuple", "tuples"), ("tuple", "tuple"), ("dict[str, tuple", "named tuples"), ("dict", "dict")):
             if spelled.startswith(start):
                 return name
-        return "float" if "float" in spelled else ""
+        return next((name for name in ("float", "bool", "int", "str") if spelled.startswith(name)), "")
 
     return {field.name: reader(str(field.type)) for field in fields(event_type)}
 
+
+_PLAIN: dict[str, type] = {"bool": bool, "int": int, "str": str, "dict": dict}
+"""Types that JSON has itself."""
 
 _READERS = {kind: _readers(event_type) for kind, event_type in EVENT_TYPES.items()}
 
@@ -90,7 +97,7 @@ def decode(record: Mapping[str, Any]) -> Event:
 
     Raises:
         KeyError: the kind is unknown.
-        TypeError, ValueError: a field is missing or no number where one belongs.
+        TypeError, ValueError: a field is missing or of another type.
     """
     kind = record["kind"]
     event_type = EVENT_TYPES[kind]
@@ -99,8 +106,14 @@ def decode(record: Mapping[str, Any]) -> Event:
         if name not in record:
             continue
         value = record[name]
-        if reader == "float" and value is not None:
+        if value is None and reader.endswith("?"):
+            values[name] = None
+            continue
+        reader = reader.removesuffix("?")
+        if reader == "float":
             value = _NON_FINITE[value] if isinstance(value, str) and value in _NON_FINITE else float(value)
+        elif reader in _PLAIN and (type(value) is not _PLAIN[reader] or (isinstance(value, int) and abs(value) >= 2**63)):
+            raise TypeError(f"{name}: {value!r:.60} is no {reader}")
         elif reader == "tuple":
             value = tuple(value)
         elif reader == "tuples":

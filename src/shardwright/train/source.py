@@ -34,6 +34,9 @@ from shardwright.train.folder import RunFolder
 MODEL_PREFIX = "model."
 """What a run's checkpoints put before the names of its weights."""
 
+_MOST_DIGITS = 18
+"""Of a step in a command; int() refuses more than 4,300."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Dtypes by the recipe's words."""
 
@@ -234,7 +237,7 @@ def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:
         best = read_pointer(root, BEST)
         if best is not None:
             return open_checkpoint(best.path)
-    elif wanted.isdecimal() and int(wanted) in steps:
+    elif wanted.isdecimal() and len(wanted) <= _MOST_DIGITS and int(wanted) in steps:
         return open_checkpoint(steps[int(wanted)])
     raise CheckpointError(
         "no such checkpoint",

@@ -36,6 +36,12 @@ def test_a_row_is_predicted_with_speed_memory_and_whether_it_fits(tmp_path: Path
     assert large["fits"] == "0"
 
 
+def test_an_empty_file_is_no_table(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(b"")
+    with pytest.raises(DataError, match="no table of measurements"):
+        predict_command(tmp_path / "rows.csv", tmp_path / "out.csv")
+
+
 def test_changing_results_changes_nothing(tmp_path: Path) -> None:
     before = _predict(tmp_path, [ROW], "before.csv")
     told = ROW | OUTCOMES | {"notes": f"OOM; {ROW['notes']}; aggregate 4.4 PFLOP/s"}

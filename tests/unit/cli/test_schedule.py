@@ -61,7 +61,10 @@ def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1,x"], "--times"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "0,0,0"], "--times"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--text", "--json"], "Give --text or --json"),
-        (["1f1b", "--stages", "2", "--micro-batches", "4", "--svg", "/nowhere/at/all.svg"], "cannot write"),
+        (["1f1b", "--stages", "2", "--micro-batches", "4", "--svg", "/nowhere/at/all.svg"], "cannot be written"),
+        (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1e308,1e308,1e308"], "--times"),
+        (["1f1b", "--stages", "100000", "--micro-batches", "100000"], "too large to build and prove"),
+        (["interleaved_1f1b", "--stages", "4", "--micro-batches", "8", "--virtual-stages", str(10**8)], "too large to build"),
     ],
 )
 def test_wrong_input_is_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

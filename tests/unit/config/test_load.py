@@ -127,7 +127,7 @@ def test_environment_is_expanded_or_asked_for(tmp_path: Path, monkeypatch: pytes
     assert caught.value.field == "data.sources"
 
 
-@pytest.mark.parametrize("text", ["tp", "tp=two", "tpp=2", "tp=2,tp=4", "zero_stage=4", "tp=0"])
+@pytest.mark.parametrize("text", ["tp", "tp=two", "tpp=2", "tp=2,tp=4", "zero_stage=4", "tp=0", "tp=\u00b2", "tp=" + "9" * 5000])
 def test_bad_layouts_are_refused(text: str) -> None:
     with pytest.raises(LayoutError):
         parse_layout(text)

@@ -234,6 +234,13 @@ def test_a_value_in_place_of_a_section_is_named(tmp_path: Path) -> None:
     assert [item.key for item in found.dropped] == ["zero_optimization"]
 
 
+def test_values_of_odd_sizes_are_carried_for_the_recipe_to_judge(tmp_path: Path) -> None:
+    found = converted(tmp_path, "ds.json", {"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 99999}})
+    assert found.document["precision"]["initial_loss_scale"] == 99999
+    found = converted(tmp_path, "axolotl.yaml", {"base_model": "x", "datasets": [{"path": []}]})
+    assert "data.sources" in found.needed or found.document["data"]["sources"] == [{"path": None}]
+
+
 def test_an_accelerate_file_of_the_first_fsdp(tmp_path: Path) -> None:
     section = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True, "fsdp_use_orig_params": True}
     document = {
@@ -288,6 +295,7 @@ def test_the_written_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.
     [
         ("a.json", None, "no such file"),
         ("a.json", "{", "is no JSON: Expecting property name"),
+        ("a.json", "[" * 100_000, "is no JSON"),
         ("a.yaml", "- 1", "a configuration is a mapping"),
         ("a.yaml", "colour: blue", "of no system that we know"),
     ],

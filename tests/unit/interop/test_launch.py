@@ -249,6 +249,12 @@ def test_a_run_folder_that_pods_would_not_share_is_told(
     assert ("is on no --volume" in capsys.readouterr().err) == (not shared)
 
 
+def test_a_name_that_is_no_utf8_is_written_with_its_own_bytes(recipe: Path, tmp_path: Path) -> None:
+    out, words = tmp_path / "out.txt", ["--torchrun", "--gpus-per-node", "4", "--env", "FOLDER=/data/\udcff"]
+    assert run(["launch", str(recipe), *words, "--out", str(out)]) == ExitCode.DONE
+    assert b"/data/\xff" in out.read_bytes()
+
+
 def test_each_node_has_its_torchrun_command(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--torchrun", "--hosts", "10.0.0.1,10.0.0.2", "--gpus-per-node", "4", "--env", "WORDS=two words", "--json"]
     told = json.loads(launched(capsys, str(recipe), *words))
@@ -277,6 +283,11 @@ def test_each_node_has_its_torchrun_command(recipe: Path, capsys: pytest.Capture
         (["--slurm", "--torchrun"], "one of --slurm, --kubernetes and --torchrun"),
         (["--slurm"], "--gpus-per-node"),
         (["--slurm", "--gpus-per-node", "2", "--time", "soon"], "not a time limit"),
+        (["--slurm", "--gpus-per-node", "2", "--time", "30\n"], "not a time limit"),
+        (["--slurm", "--gpus-per-node", "2", "--partition", "a\nrm -rf /"], "--partition: is not one word"),
+        (["--torchrun", "--gpus-per-node", "2", "--hosts", ",,,"], "--hosts: not the address of a node"),
+        (["--torchrun", "--gpus-per-node", "2", "--hosts", "a b,c;d"], "--hosts: not the address of a node (got 'a b'"),
+        (["--kubernetes", "--gpus-per-node", "2", "--image", ""], "pods start from an image"),
         (["--slurm", "--gpus-per-node", "2", "--hosts", "a"], "is for --torchrun and does nothing with --slurm"),
         (["--slurm", "--gpus-per-node", "2", "--layout", "tp=3"], "does not divide 2 ranks"),
         (["--slurm", "--gpus-per-node", "2", "--sbatch", "qos=high"], "not an option of sbatch"),

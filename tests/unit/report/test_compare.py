@@ -169,6 +169,12 @@ def test_runs_without_a_common_step_or_a_start_are_refused(tmp_path: Path) -> No
             compare_runs(*load_runs([write_events(tmp_path / name, events), reference]))
 
 
+def test_a_reference_without_a_finite_loss_is_refused(tmp_path: Path) -> None:
+    nowhere = write_events(tmp_path / "reference", [start_event(), *(one_step(i, math.inf) for i in range(1, 6))])
+    with pytest.raises(InputError, match="has a finite loss in the reference"):
+        compare_runs(*load_runs([write_run(tmp_path / "run", 5), nowhere]))
+
+
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, math.nan])
 def test_a_tolerance_is_positive(tolerance: float) -> None:
     with pytest.raises(InputError, match="positive"):

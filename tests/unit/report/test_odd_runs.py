@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.cli.main import run as shardwright
 from shardwright.errors import InputError
 from shardwright.report.runs import load_runs, summarise
 from shardwright.telemetry.events import FILE_NAME, Evaluation, Warned
@@ -33,6 +34,40 @@ def test_odd_runs_still_make_a_page(tmp_path: Path, events: list[object]) -> Non
     page = render(write_events(tmp_path / "odd", events))  # type: ignore[arg-type]
     Balanced().feed(page)
     json.dumps(summarise(load_runs([tmp_path / "odd"])[0]), allow_nan=False)
+
+
+def _changed(run: Path, **values: object) -> None:
+    """Put a value into every event that has the field."""
+    lines = [json.loads(line) for line in (run / FILE_NAME).read_text().splitlines()]
+    changed = [line | {key: value for key, value in values.items() if key in line} for line in lines]
+    (run / FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in changed))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"elapsed_seconds": None}, {"step": 2**70}, {"step": "1"}, {"loss": None}, {"tokens": True}, {"recipe": []}, {"name": 5}],
+    ids=str,
+)
+def test_a_field_of_another_type_makes_a_line_that_cannot_be_read(tmp_path: Path, values: dict[str, object]) -> None:
+    run = write_run(tmp_path / "run", 5)
+    _changed(run, **values)
+    page = html.unescape(render(run))
+    assert "lines of" in page
+    json.dumps(summarise(load_runs([run])[0]), allow_nan=False)
+
+
+def test_json_too_deep_to_parse_is_a_line_that_cannot_be_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5)
+    with (run / FILE_NAME).open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert load_runs([run])[0].log.broken_lines
+
+
+def test_a_page_holds_text_that_no_encoding_has(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5)
+    _changed(run, name="\ud800")
+    assert shardwright(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert "\\ud800" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_run_at_a_checkpoint(run: Path, checkpoint: str, step: int) -> None:
     assert source.load_tokenizer().encode("ja") == [9, 0]
 
 
-@pytest.mark.parametrize("wanted", ["7", "newest", "-1", ""])
+@pytest.mark.parametrize("wanted", ["7", "newest", "-1", "", "\u00b2", "9" * 5000])
 def test_no_such_checkpoint(run: Path, wanted: str) -> None:
     with pytest.raises(CheckpointError, match="allowed: latest, best, 1, 2, 3"):
         open_source(run, wanted)
