@@ -22,7 +22,6 @@ from shardwright.hardware.profile import MeasuredProfile
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The parser in C, where PyYAML was built with it: the catalogue in a tenth of the time."""
 
-MAX_DEVICES = 1 << 20
 _MOST_DIGITS = 9
 _COUNTED = re.compile(r"^\s*(\d+)\s*[xX*]\s*(.+?)\s*$")
 _NOISE = re.compile(r"nvidia|amd|intel|habana|instinct|tesla|geforce|[^a-z0-9]")
@@ -255,13 +254,6 @@ def parse_cluster(
     node = find_node(counted[2] if counted else text)
     # Python converts no more than some thousand digits.
     count = int(counted[1][:_MOST_DIGITS]) if counted else node.num_accelerators
-    if count * nodes > MAX_DEVICES:
-        raise InputError(
-            "more devices than a plan is made for",
-            field="cluster",
-            got=f"{nodes} x {text[:100]}",
-            allowed=f"at most {MAX_DEVICES:,} devices",
-        )
     usual_inter = node.inter if count == node.num_accelerators else _inter_for(node, count)
     domain = domain_size or (node.domain_size if node.domain_size > node.num_accelerators else count)
     accelerator = node.accelerator
