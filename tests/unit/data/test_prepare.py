@@ -183,7 +183,9 @@ def test_a_tokenizer_that_does_not_fit_its_model(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, stories_at(tmp_path))
     size = prepare(recipe).tokenizer.vocab_size
     prepare(recipe, size)
-    with pytest.raises(TokenizerError, match=rf"token id {size - 1}, from a tokenizer of {size} ids.*vocab_size of {size - 1}"):
+    with pytest.raises(
+        TokenizerError, match=rf"token id {size - 1} in stories.jsonl:1, from a tokenizer of {size} ids.*vocab_size of {size - 1}"
+    ):
         prepare(recipe, size - 1)
 
 
