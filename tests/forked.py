@@ -325,6 +325,7 @@ def _become(request: Request, streams: Sequence[int]) -> None:
     for number, stream in enumerate(streams[:3]):
         os.dup2(stream, number)
     _forget(streams)
+    _open_standard_streams()
     if request.is_session:
         os.setsid()
     if request.folder is not None:
@@ -336,6 +337,17 @@ def _become(request: Request, streams: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator and torch's need nothing
+
+
+def _open_standard_streams() -> None:
+    """Open the standard streams as an interpreter does at its start.
+
+    Python's streams remember if their file can seek, and the server's may be of another kind.
+    """
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr.reconfigure(line_buffering=True)
 
 
 def _execute(request: Request) -> None:
