@@ -81,7 +81,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_reductions_are_fp32_unless_bf16_is_asked_for(ranks: RankPool, layout: Layout) -> None:
     exact, _ = ranks.run(2, gradients, layout, PrecisionSection(kind="fp32"))
-    rounded, _ = ranks.run(2, gradients, layout, PrecisionSection(reduce_dtype="bf16"))
+    rounded, _ = ranks.run(2, gradients, layout, PrecisionSection(kind="fp32", reduce_dtype="bf16"))
     assert all(gradient.dtype == torch.float32 for gradient in (exact | rounded).values())
     # One rounding to 8 bits of mantissa: no more, and surely not less.
     assert 1e-4 < distance(rounded, exact) < 1e-2
