@@ -20,6 +20,7 @@ from shardwright.checkpoint.verify import verify_checkpoint
 from shardwright.cli.main import run
 from shardwright.errors import CheckpointError, SaveFailed
 from tests.unit.checkpoint.conftest import some_tensors
+from tests.unit.checkpoint.some_values import run_values
 
 URL = "memory://bucket/run"
 
@@ -150,8 +151,8 @@ def test_it_is_written_in_the_background(root: RemotePath) -> None:
 
 
 def test_the_verb_reads_it(root: RemotePath, capsys: pytest.CaptureFixture[str]) -> None:
-    save(1)
-    save(2)
+    for step in (1, 2):
+        save_checkpoint(URL, step, some_tensors(), run_values(step))
     for verb in ("list", "verify", "inspect"):
         assert run(["checkpoint", verb, URL, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema_version"] == 1
