@@ -21,7 +21,8 @@ PROGRAMS = {
     "exit status of more than a byte": "import sys; sys.exit(-1)",
     "last words": "import sys; sys.exit('so long')",
     "killed": "import os; os.kill(os.getpid(), 9)",
-    "interrupted": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)",
+    "interrupted": "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)",
     "ignores a broken pipe": "import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGTERM))",
     "at exit": "import atexit; atexit.register(print, 'last', flush=True); print('first')",
     "waits for threads": "import threading; threading.Timer(0.2, print, ['late']).start(); print('early')",
