@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported. tests/forked.py forks programs only if they have the same value.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # What reads a clock fails on a busy machine, not on a slow function. The examples of a run are those of the run before, so that
 # what a change broke shows when it is made; `make test-all` (--hypothesis-profile=exploring) looks for new ones.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
