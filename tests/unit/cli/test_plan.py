@@ -145,10 +145,10 @@ def test_precision_auto_goes_by_the_planned_hardware(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--cluster", "8xH10-80GB"], "nearest: "),
+        (["--cluster", "8xH10-80GB"], "closest: "),
         (["--cluster", "8xA100-80GB", "--nodes", "2", "--link", "ib4000"], "this link is not in the catalogue"),
         (["--cluster", "8xA100-80GB", "--precision", "int3"], "not a precision"),
-        (["--cluster", "8xA100-80GB", "--precision", "fp8"], "no units for fp8"),
+        (["--cluster", "8xA100-80GB", "--precision", "fp8"], "no hardware support for fp8"),
         (["--cluster", "8xA100-80GB", "--gpus", "eight"], "numbers of GPUs are wanted"),
         (["--cluster", "8xA100-80GB", "--gpus", "12"], "allowed: 8 or 16"),
         (["--cluster", "8xA100-80GB", "--gpus", "\u00b2"], "numbers of GPUs are wanted"),
@@ -206,7 +206,7 @@ def test_layout_auto_keeps_what_the_recipe_says() -> None:
 
 
 def test_layout_auto_and_degrees_contradict_each_other(recipe: Path) -> None:
-    with pytest.raises(RecipeError, match="`auto` chooses `tp` itself"):
+    with pytest.raises(RecipeError, match="`auto` already chooses `tp`"):
         validate_recipe(RECIPE | {"layout": {"auto": True, "tp": 2}})
     assert load_recipe(recipe, [], "auto").layout.auto
 
