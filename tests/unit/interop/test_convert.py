@@ -294,10 +294,10 @@ def test_the_written_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.
     ("name", "text", "message"),
     [
         ("a.json", None, "no such file"),
-        ("a.json", "{", "is no JSON: Expecting property name"),
+        ("a.json", "{", "not valid JSON: Expecting property name"),
         ("a.json", "[" * 100_000, "is no JSON"),
-        ("a.yaml", "- 1", "a configuration is a mapping"),
-        ("a.yaml", "colour: blue", "of no system that we know"),
+        ("a.yaml", "- 1", "a configuration must be a mapping"),
+        ("a.yaml", "colour: blue", "the keys match no known system"),
     ],
 )
 def test_wrong_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str) -> None:
