@@ -277,7 +277,7 @@ def test_the_written_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.
     assert run(["convert", str(path), "--out", str(out)]) == ExitCode.DONE
     told = capsys.readouterr().err
     assert "not carried: zero_optimization.overlap_comm" in told
-    needed = next(line for line in told.splitlines() if line.startswith("to fill in before it trains: "))
+    needed = next(line for line in told.splitlines() if line.startswith("missing keys:  "))
     assert "training.learning_rate" in needed
     text = out.read_text()
     assert "# to fill in: training.sequence_length" in text
