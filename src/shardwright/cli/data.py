@@ -110,8 +110,10 @@ def data_command(
 
 
 def _reader_of(recipe: Recipe) -> ReadShape:
-    """Return the reader of the model's shape; it imports torch for families of transformers
-    only."""
+    """Return the reader of the model's shape.
+
+    Torch is imported only for families that our decoder does not support.
+    """
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
     assert config is not None  # one of them is required by the schema
     if read_content(config).get("model_type") in FAMILIES:

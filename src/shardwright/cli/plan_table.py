@@ -289,6 +289,6 @@ def _show_growth(console: Console, found: Answer) -> None:
     if limit is not None:
         console.print(
             f"scaling is poor beyond {limit:,} GPUs: "
-            "additional GPUs yield less than half of their share",
+            "more yield less than half of the ideal speedup",
             highlight=False,
         )

@@ -285,7 +285,7 @@ def _complaint(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
             remedy=f"Did you mean `{guess}`?" if guess else None,
         )
     if kind == "missing":
-        where = None if place is None else f"missing in {place}"
+        where = None if place is None else f"no such key in {place}"
         return RecipeError("missing key", field=field, got=where, remedy=f"Add `{location[-1]}:`")
     if kind == "value_error":
         return RecipeError(str(item["ctx"]["error"]), field=field or "recipe", got=place)

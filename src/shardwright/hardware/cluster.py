@@ -1,5 +1,4 @@
-"""Values that describe a cluster: accelerators, the links between them, and their numbers.
-Torch-free.
+"""Values that describe a cluster: its accelerators, links and nodes. Torch-free.
 
 Base units: bytes, seconds, FLOP/s of dense products. The rate of a link is what one accelerator
 can send in one direction while it receives the same: half of the bidirectional rate in data

@@ -204,7 +204,7 @@ def find_node(name: str) -> Node:
     """Return the usual machine of an accelerator, by any of its names.
 
     Raises:
-        InputError: unknown; names the nearest.
+        InputError: unknown; lists the closest names.
 
     >>> find_node("nvidia h100").accelerator.name, find_node("GB200").domain_size
     ('H100-80GB-SXM', 72)
@@ -248,7 +248,7 @@ def find_link(name: str, gpus_per_node: int) -> Link:
     """Return one accelerator's share of a link; "4xib200" means four adapters per node.
 
     Raises:
-        InputError: unknown; names the nearest.
+        InputError: unknown; lists the closest names.
 
     >>> find_link("4xib200", 8).bytes_per_second / 1e9
     12.5
@@ -265,7 +265,9 @@ def find_link(name: str, gpus_per_node: int) -> Link:
             field="link",
             got=name,
             allowed=_nearest(base_name, names, links()),
-            remedy="Use one of these names, optionally with a number of adapters per node: 4xib200",
+            remedy=(
+                "Use one of these names, optionally with a number of adapters per node: 4xib200"
+            ),
         )
     return _per_accelerator(by_name[known], adapters, gpus_per_node)
 

@@ -86,7 +86,7 @@ def pytorch_job(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     replica = {"restartPolicy": "OnFailure", "template": _pod(job, options)}
     replicas = {"Master": {"replicas": 1, **replica}}
     if job.num_nodes > 1:
-        # The template is built twice: YAML would otherwise refer from one pod to the other.
+        # Built twice: YAML would otherwise write an alias instead of the second template.
         replicas["Worker"] = {
             "replicas": job.num_nodes - 1,
             "restartPolicy": "OnFailure",
@@ -138,7 +138,7 @@ def _container(job: Job, options: KubernetesOptions, paths: list[str]) -> dict[s
     port = job.port or _PORT
     variables = job.variables() | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.save_seconds)}
     env = [{"name": key, "value": value} for key, value in variables.items()]
-    shared_memory = {"name": "shared_memory-memory", "mountPath": "/dev/shm"}
+    memory_mount = {"name": "shared_memory-memory", "mountPath": "/dev/shm"}
     limits: dict[str, Any] = {}
     if job.on_accelerators:
         limits["nvidia.com/gpu"] = job.ranks_per_node
@@ -164,7 +164,7 @@ def _container(job: Job, options: KubernetesOptions, paths: list[str]) -> dict[s
         "env": env,
         **({"resources": {"limits": limits}} if limits else {}),
         "volumeMounts": [
-            shared_memory,
+            memory_mount,
             *({"name": f"claim-{n}", "mountPath": path} for n, path in enumerate(paths)),
         ],
     }

@@ -15,7 +15,7 @@ def submit(kind: str, text: str) -> str:
 
     Raises:
         InputError: the launcher has no scheduler, or its command is not installed.
-        RunFailed: the scheduler refused; contains its message.
+        RunFailed: the scheduler's command failed; contains its message.
     """
     if kind not in _COMMANDS:
         raise InputError(
