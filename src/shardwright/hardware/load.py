@@ -110,10 +110,10 @@ def _catalog() -> tuple[dict[str, Node], dict[str, str], dict[str, _LinkEntry], 
     for document in documents.values():
         node = _read_node(document, links)
         nodes[node.accelerator.name] = node
-        for spelling in (node.accelerator.name, *document["aliases"]):
-            other = names.setdefault(_plain(spelling), node.accelerator.name)
+        for alias in (node.accelerator.name, *document["aliases"]):
+            other = names.setdefault(_plain(alias), node.accelerator.name)
             assert other == node.accelerator.name, (
-                f"{spelling} is both {other} and {node.accelerator.name}"
+                f"{alias} is both {other} and {node.accelerator.name}"
             )
     return nodes, names, links, link_names
 
@@ -132,7 +132,7 @@ def _read_links(document: Mapping[str, Any]) -> tuple[dict[str, _LinkEntry], dic
             sources={"bytes_per_second": texts[entry["source"]], "latency_seconds": texts["nccl"]},
         )
         links[name] = _LinkEntry(link, shared=entry["per"] == "node")
-        names.update({_plain(spelling): name for spelling in (name, *entry.get("aliases", ()))})
+        names.update({_plain(alias): name for alias in (name, *entry.get("aliases", ()))})
     return links, names
 
 
@@ -329,5 +329,5 @@ def _inter_for(node: Node, count: int) -> Link:
 
 def _nearest(word: str, names: Mapping[str, str], known: Iterable[str]) -> str:
     close = difflib.get_close_matches(_plain(word), list(names), n=4, cutoff=0.5)
-    closest = dict.fromkeys(names[spelling] for spelling in close)
+    closest = dict.fromkeys(names[alias] for alias in close)
     return "closest: " + ", ".join(closest) if closest else ", ".join(known)

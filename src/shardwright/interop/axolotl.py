@@ -239,9 +239,9 @@ def _read_data(source: Source, found: Findings) -> None:
         )
     else:
         found.put("data.validation_fraction", size or None, "val_set_size")
-    held_out = _sources(source.take("test_datasets"), "test_datasets", found)
+    validation = _sources(source.take("test_datasets"), "test_datasets", found)
     found.put("data.sources", training, "datasets")
-    found.put("data.validation", held_out, "test_datasets")
+    found.put("data.validation", validation, "test_datasets")
     packing = source.take("sample_packing")
     padded = source.take("pad_to_sequence_len")
     found.put("data.packing", "documents" if packing else "none", "sample_packing")

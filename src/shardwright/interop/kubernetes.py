@@ -138,7 +138,7 @@ def _container(job: Job, options: KubernetesOptions, paths: list[str]) -> dict[s
     port = job.port or _PORT
     variables = job.variables() | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.save_seconds)}
     env = [{"name": key, "value": value} for key, value in variables.items()]
-    memory_mount = {"name": "shared_memory-memory", "mountPath": "/dev/shm"}
+    memory_mount = {"name": "shared-memory", "mountPath": "/dev/shm"}
     limits: dict[str, Any] = {}
     if job.on_accelerators:
         limits["nvidia.com/gpu"] = job.ranks_per_node
