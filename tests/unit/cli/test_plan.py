@@ -223,7 +223,7 @@ def test_a_number_of_gpus_that_nothing_divides_names_the_nearest_that_something_
 ) -> None:
     assert run(["plan", str(recipe), "--cluster", "7xA100-80GB", "--nodes", "11"]) == ExitCode.WRONG_INPUT
     error = capsys.readouterr().err
-    assert "no layout is possible on 11 x  7xA100-80GB-SXM" in error
+    assert "no layout is possible on 11 x 7xA100-80GB-SXM" in error
     assert "make 77; 76 or 78 GPUs can be cut so" in error, (
         "11 divides neither heads nor batch, and 7 x 11 stages are more than layers"
     )

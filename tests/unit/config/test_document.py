@@ -67,7 +67,7 @@ def test_what_is_no_number_there_is_text(text: str) -> None:
         ("!!binary x", 7, "are not supported"),
         ("!!set {a, b}", 7, "are not supported"),
         ("!!map x", 7, "expected a mapping"),
-        ("&a [*a]", 7, "holds itself"),
+        ("&a [*a]", 7, "contains itself"),
         ("[" * 3000, None, "nested too deeply"),
         ("[" * 150 + "]" * 150, None, "nested more than 100 levels"),
         ("{? [a] : b}", 10, "a key is a list or a mapping"),

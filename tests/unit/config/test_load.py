@@ -62,7 +62,7 @@ def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
         (with_("training", seqence_length=4), "training.seqence_length", "Did you mean `sequence_length`?"),
         ({**MINIMAL, "learning_rate": 1}, "learning_rate", "training.learning_rate"),
         ({**MINIMAL, "lerning_rate": 1}, "lerning_rate", "training.learning_rate"),
-        (with_("model", path="x"), "model", "not both"),
+        (with_("model", path="x"), "model", "exactly one of"),
         ({**MINIMAL, "precision": "bf17"}, "precision.kind", "bf16"),
         (with_("training", micro_batch_size=0), "training.micro_batch_size", "greater than 0"),
         (with_("training", learning_rate=float("nan")), "training.learning_rate", "finite"),
@@ -76,7 +76,7 @@ def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
         (with_("optimizer", name="sgd", beta2=0.99), "optimizer", "has no effect with `name: sgd`"),
         (with_("precision", kind="bf16", initial_loss_scale=8.0), "precision", "for `kind: fp16`"),
         (with_("data", sources=[]), "data.sources", "at least 1"),
-        ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "needed"),
+        ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "missing key"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(document: dict, field: str, words: str) -> None:
