@@ -1,4 +1,4 @@
-"""The command line: one file per verb. Importing it brings in no torch."""
+"""The command line, one file per verb. Importing it imports no torch."""
 
 from shardwright.cli.main import main
 

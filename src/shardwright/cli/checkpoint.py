@@ -11,7 +11,14 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from shardwright.checkpoint.commit import BEST, LATEST, StepFolder, in_order_of_trust, read_pointer, step_folders
+from shardwright.checkpoint.commit import (
+    BEST,
+    LATEST,
+    StepFolder,
+    in_order_of_trust,
+    read_pointer,
+    step_folders,
+)
 from shardwright.checkpoint.disk import sizes_in
 from shardwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -30,13 +37,18 @@ from shardwright.units import format_bytes, format_count, format_seconds
 
 SCHEMA_VERSION = 1
 
-app = typer.Typer(help="List, verify and inspect checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="List, verify and inspect checkpoints.", no_args_is_help=True, rich_markup_mode=None
+)
 
 CheckpointPath = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A checkpoint (step-...), a folder of checkpoints, or a run's folder; a local path or an fsspec URL.",
+        help=(
+            "Checkpoint (step-...), folder of checkpoints, or run folder; "
+            "a local path or an fsspec URL."
+        ),
         show_default=False,
     ),
 ]
@@ -44,16 +56,26 @@ CheckpointPath = Annotated[
 
 @app.command("list")
 def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
-    """List the checkpoints of a run: step, size, what latest and best name. Nothing is hashed."""
+    """List a run's checkpoints with step, size and pointers (latest, best). Nothing is
+    hashed."""
     root = _root_of(place_of(path))
     pointed = {name: read_pointer(root, name) for name in (LATEST, BEST)}
     rows: list[dict[str, Any]] = []
     for folder in step_folders(root):
         names = [name for name, target in pointed.items() if target == folder]
-        row: dict[str, Any] = {"name": folder.path.name, "step": folder.step, "pointers": names, "problem": None}
+        row: dict[str, Any] = {
+            "name": folder.path.name,
+            "step": folder.step,
+            "pointers": names,
+            "problem": None,
+        }
         try:
             manifest = read_manifest(folder.path)
-            row |= {"size_bytes": manifest.num_bytes, "num_tensors": len(manifest.tensors), "world_size": manifest.world_size}
+            row |= {
+                "size_bytes": manifest.num_bytes,
+                "num_tensors": len(manifest.tensors),
+                "world_size": manifest.world_size,
+            }
         except CheckpointError as error:
             row["problem"] = error.problem
         rows.append(row)
@@ -62,26 +84,35 @@ def list_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
         return
     table = Table("checkpoint", "", "size", "tensors", "ranks", "problem")
     for row in rows:
-        told = [str(row.get(key, "")) for key in ("num_tensors", "world_size")]
+        counts = [str(row.get(key, "")) for key in ("num_tensors", "world_size")]
         size = format_bytes(row["size_bytes"]) if "size_bytes" in row else ""
-        table.add_row(row["name"], ", ".join(row["pointers"]), size, *told, row["problem"] or "")
+        table.add_row(row["name"], ", ".join(row["pointers"]), size, *counts, row["problem"] or "")
     open_console().print(table)
 
 
 @app.command("verify")
 def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
-    """Hash every byte and check every header; exit code 1 when something is damaged. A folder of checkpoints: each of them."""
+    """Hash every file and check every header; exit code 1 if a checkpoint is damaged.
+
+    In a folder of checkpoints, verify each of them.
+    """
     place = place_of(path)
-    folders = [place] if _is_checkpoint(place) else [folder.path for folder in in_order_of_trust(_root_of(place))]
+    folders = (
+        [place]
+        if _is_checkpoint(place)
+        else [folder.path for folder in in_order_of_trust(_root_of(place))]
+    )
     checked = [_verified(folder, quiet=json_output) for folder in folders]
     whole = all(not row["faults"] for row in checked)
     if json_output:
         _print_json({"whole": whole, "checkpoints": checked})
     else:
         for row in checked:
-            outcome = "damaged"  # a damaged manifest says no size
+            outcome = "damaged"  # a damaged manifest has no size
             if not row["faults"]:
-                outcome = f"whole, {format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
+                outcome = (
+                    f"intact, {format_bytes(row['size_bytes'])} in {format_seconds(row['seconds'])}"
+                )
             sys.stdout.write(printable(f"{row['name']}: {outcome}\n"))
             sys.stdout.writelines(printable(f"  {fault}\n") for fault in row["faults"])
     if not whole:
@@ -90,7 +121,10 @@ def verify_command(path: CheckpointPath, json_output: JsonOutput = False) -> Non
 
 @app.command("inspect")
 def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> None:
-    """Show what a checkpoint holds: values, files, tensors and how they are cut. Of several checkpoints, the one to resume from."""
+    """Show a checkpoint's values, files, and tensors with their slices.
+
+    In a folder of several checkpoints, show the one to resume from.
+    """
     place = place_of(path)
     folder = place if _is_checkpoint(place) else in_order_of_trust(_root_of(place))[0].path
     manifest = read_manifest(folder)
@@ -101,13 +135,21 @@ def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> No
         return
     console = open_console()
     console.print(
-        f"{folder}: step {manifest.step}, saved by {manifest.world_size} ranks, {manifest.written_by}; "
-        f"{len(manifest.tensors)} tensors of {format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}",
+        f"{folder}: step {manifest.step}, saved by {manifest.world_size} ranks, "
+        f"{manifest.written_by}; "
+        f"{len(manifest.tensors)} tensors of "
+        f"{format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}",
         highlight=False,
     )
     tensors = Table("tensor", "dtype", "shape", "elements", "slices")
     for name, entry in manifest.tensors.items():
-        tensors.add_row(name, entry.dtype, str(list(entry.shape)), format_count(entry.num_elements), str(len(entry.slices)))
+        tensors.add_row(
+            name,
+            entry.dtype,
+            str(list(entry.shape)),
+            format_count(entry.num_elements),
+            str(len(entry.slices)),
+        )
     files = Table("file", "size", "SHA-256")
     for name, file in manifest.files.items():
         files.add_row(name, format_bytes(file.size_bytes), file.sha256[:16])
@@ -116,9 +158,17 @@ def inspect_command(path: CheckpointPath, json_output: JsonOutput = False) -> No
 
 
 def _inspected(folder: Place, manifest: Manifest, values: Any) -> dict[str, Any]:
-    def told(entry: TensorEntry) -> dict[str, Any]:
-        slices = [{"file": s.file, "offsets": s.box.offsets, "lengths": s.box.lengths} for s in entry.slices]
-        return {"dtype": entry.dtype, "shape": entry.shape, "size_bytes": entry.num_bytes, "slices": slices}
+    def describe(entry: TensorEntry) -> dict[str, Any]:
+        slices = [
+            {"file": s.file, "offsets": s.box.offsets, "lengths": s.box.lengths}
+            for s in entry.slices
+        ]
+        return {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "size_bytes": entry.num_bytes,
+            "slices": slices,
+        }
 
     return {
         "path": str(folder),
@@ -126,14 +176,17 @@ def _inspected(folder: Place, manifest: Manifest, values: Any) -> dict[str, Any]
         "world_size": manifest.world_size,
         "written_by": manifest.written_by,
         "values": values,
-        "files": {name: {"size_bytes": f.size_bytes, "sha256": f.sha256} for name, f in manifest.files.items()},
-        "tensors": {name: told(entry) for name, entry in manifest.tensors.items()},
+        "files": {
+            name: {"size_bytes": f.size_bytes, "sha256": f.sha256}
+            for name, f in manifest.files.items()
+        },
+        "tensors": {name: describe(entry) for name, entry in manifest.tensors.items()},
     }
 
 
 def _verified(folder: Place, *, quiet: bool) -> dict[str, Any]:
-    """One checkpoint's faults, with a bar on standard error while it is hashed."""
-    began = time.monotonic()
+    """Return a checkpoint's faults; show a progress bar on standard error while hashing."""
+    started = time.monotonic()
     console = open_console(stderr=True, quiet=quiet)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -143,11 +196,13 @@ def _verified(folder: Place, *, quiet: bool) -> dict[str, Any]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(printable(folder.name), total=_size_on_disk(folder))
-        manifest, faults = verify_checkpoint(folder, on_block=lambda count: progress.advance(task, count))
+        manifest, faults = verify_checkpoint(
+            folder, on_block=lambda count: progress.advance(task, count)
+        )
     return {
         "name": folder.name,
         "size_bytes": manifest.num_bytes if manifest is not None else None,
-        "seconds": round(time.monotonic() - began, 3),
+        "seconds": round(time.monotonic() - started, 3),
         "faults": faults,
     }
 
@@ -157,12 +212,12 @@ def _size_on_disk(folder: Place) -> int:
 
 
 def _is_checkpoint(path: Place) -> bool:
-    """A folder that is one checkpoint: it has its name, or a manifest."""
+    """True if the folder is one checkpoint, by its name or by its manifest."""
     return path.is_dir() and (StepFolder.of(path) is not None or (path / MANIFEST_NAME).exists())
 
 
 def _root_of(path: Place) -> Place:
-    """The folder of checkpoints that a path means.
+    """Return the folder of checkpoints that a path refers to.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -170,8 +225,13 @@ def _root_of(path: Place) -> Place:
     for root in (path, path / "checkpoints"):
         if step_folders(root):
             return root
-    problem = "there is no checkpoint here" if path.is_dir() else "no such folder"
-    raise CheckpointError(problem, field="PATH", got=str(path), allowed="a step-... folder, what holds some, or a run's folder")
+    problem = "no checkpoint found" if path.is_dir() else "no such folder"
+    raise CheckpointError(
+        problem,
+        field="PATH",
+        got=str(path),
+        allowed="a step-... folder, a folder of them, or a run folder",
+    )
 
 
 def _print_json(told: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`shardwright compare`: one run's loss curve held against another's; exit code 1 where it leaves it."""
+"""`shardwright compare`: compare a run's loss curve with a reference run's."""
 
 from __future__ import annotations
 
@@ -12,37 +12,56 @@ import typer
 from shardwright.cli.options import JsonOutput
 from shardwright.errors import ExitCode
 
-Subject = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder in question.", show_default=False)]
-Reference = Annotated[
-    Path, typer.Argument(metavar="REFERENCE", help="The run folder to trust: smaller, or on one device.", show_default=False)
+Subject = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run folder to check.", show_default=False)
 ]
-Tolerance = Annotated[float, typer.Option("--tolerance", help="Relative difference of the smoothed losses that is let pass.")]
+Reference = Annotated[
+    Path,
+    typer.Argument(
+        metavar="REFERENCE",
+        help="Run folder of the reference, e.g. of a smaller run or on one device.",
+        show_default=False,
+    ),
+]
+Tolerance = Annotated[
+    float, typer.Option("--tolerance", help="Maximum relative difference of the smoothed losses.")
+]
 Window = Annotated[
     int | None,
     typer.Option(
         "--window",
         min=1,
         metavar="STEPS",
-        help="Steps averaged; default a tenth of those compared, 25 to 1000.",
+        help="Steps per average; default a tenth of the compared steps, between 25 and 1000.",
         show_default=False,
     ),
 ]
 
 
 def compare_command(
-    run: Subject, reference: Reference, tolerance: Tolerance = 0.003, window: Window = None, as_json: JsonOutput = False
+    run: Subject,
+    reference: Reference,
+    tolerance: Tolerance = 0.003,
+    window: Window = None,
+    as_json: JsonOutput = False,
 ) -> None:
-    """Hold a run's training and validation loss against a reference's, and say where it first leaves the tolerance."""
-    # Imported here: numpy costs a tenth of a second that `--help` need not pay.
+    """Compare training and validation loss with a reference run; exit code 1 beyond the
+    tolerance.
+
+    Reports the first step at which the difference exceeds the tolerance.
+    """
+    # Imported here: importing numpy takes a tenth of a second, which `--help` does not need.
     from shardwright.report.compare import compare_runs, describe_comparison
     from shardwright.report.runs import load_runs
 
-    subject, trusted = load_runs([run, reference])
-    comparison = compare_runs(subject, trusted, tolerance=tolerance, window_steps=window)
-    words = sys.stderr if as_json else sys.stdout
-    for each in (subject, trusted):
-        words.writelines(f"note: {each.name}: {problem}\n" for problem in each.log.problems)
-    words.write("\n".join(describe_comparison(comparison)) + "\n")
+    subject, reference_run = load_runs([run, reference])
+    comparison = compare_runs(subject, reference_run, tolerance=tolerance, window_steps=window)
+    output = sys.stderr if as_json else sys.stdout
+    for loaded_run in (subject, reference_run):
+        output.writelines(
+            f"note: {loaded_run.name}: {problem}\n" for problem in loaded_run.log.problems
+        )
+    output.write("\n".join(describe_comparison(comparison)) + "\n")
     if as_json:
         sys.stdout.write(json.dumps(comparison.as_dict(), allow_nan=False) + "\n")
     if not comparison.agrees:

@@ -1,6 +1,7 @@
-"""The console that every verb prints tables and coloured lines through: strings are shown literally, whoever wrote them.
+"""Console for tables and coloured lines; it prints all strings literally.
 
-Names of runs, files and parameters, tokens, and error messages may look like rich's markup (`[/x]`) or hold emoji codes.
+Names of runs, files and parameters, tokens, and error messages may look like rich's markup
+(`[/x]`) or contain emoji codes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from shardwright.cli.streams import printable
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False, highlight: bool = True) -> Console:
-    """Return a console without markup and emoji codes, which shows control characters as pictures."""
-    return _LiteralConsole(stderr=stderr, quiet=quiet, highlight=highlight, markup=False, emoji=False)
+    """Return a console without markup and emoji codes that escapes control characters."""
+    return _LiteralConsole(
+        stderr=stderr, quiet=quiet, highlight=highlight, markup=False, emoji=False
+    )
 
 
 class _LiteralConsole(Console):

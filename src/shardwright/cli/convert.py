@@ -1,4 +1,5 @@
-"""`shardwright convert`: a DeepSpeed, Accelerate or Axolotl configuration as a recipe, with all that it could not carry named."""
+"""`shardwright convert`: convert a DeepSpeed, Accelerate or Axolotl configuration to a
+recipe."""
 
 from __future__ import annotations
 
@@ -19,41 +20,62 @@ SCHEMA_VERSION = 1
 
 def convert_command(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="DeepSpeed's JSON, or Accelerate's or Axolotl's YAML.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Configuration: DeepSpeed JSON, or Accelerate or Axolotl YAML.",
+            show_default=False,
+        ),
     ],
     system: Annotated[
         str | None,
-        typer.Option("--from", help="deepspeed, accelerate or axolotl; default as the file's keys tell.", show_default=False),
+        typer.Option(
+            "--from",
+            help="deepspeed, accelerate or axolotl; default: detected from the file's keys.",
+            show_default=False,
+        ),
     ] = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="RECIPE", help="Write it there.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="RECIPE",
+            help="Output file; default standard output.",
+            show_default=False,
+        ),
+    ] = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Write a recipe from another system's configuration, and say what it does not hold: by key, with why."""
+    """Convert another system's configuration to a recipe; list the keys not carried over, and
+    why."""
     from shardwright.interop.convert import READERS, convert
 
     if system is not None and system not in READERS:
-        raise InputError("no such system", field="--from", got=system, allowed=", ".join(READERS))
-    found = convert(file, system, overrides or ())
-    text = found.as_yaml(file.name)
+        raise InputError("unknown system", field="--from", got=system, allowed=", ".join(READERS))
+    converted = convert(file, system, overrides or ())
+    text = converted.as_yaml(file.name)
     if out is not None:
         write_text(out, text)
-    for item in found.dropped:
+    for item in converted.dropped:
         sys.stderr.write(f"not carried: {item.key}: {item.why}\n")
-    for remark in found.remarks:
+    for remark in converted.remarks:
         sys.stderr.write(f"note: {remark}\n")
-    if found.needed:
-        sys.stderr.write(f"to fill in before it trains: {', '.join(found.needed)} (here with --set, or in the recipe)\n")
+    if converted.needed:
+        sys.stderr.write(
+            f"missing keys: {', '.join(converted.needed)} (give them with --set, "
+            "or add them to the recipe)\n"
+        )
     if json_output:
-        told = {
+        content = {
             "schema_version": SCHEMA_VERSION,
-            "system": found.system,
-            "recipe": found.document,
-            "needed": list(found.needed),
-            "dropped": [asdict(item) for item in found.dropped],
-            "notes": list(found.remarks),
+            "system": converted.system,
+            "recipe": converted.document,
+            "needed": list(converted.needed),
+            "dropped": [asdict(item) for item in converted.dropped],
+            "notes": list(converted.remarks),
             "out": None if out is None else str(out),
         }
-        sys.stdout.write(json.dumps(told, default=str) + "\n")
+        sys.stdout.write(json.dumps(content, default=str) + "\n")
     elif out is None:
         sys.stdout.write(text)

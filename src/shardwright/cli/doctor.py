@@ -1,4 +1,4 @@
-"""`shardwright doctor`: is this cluster, or this recipe, fit for a long run?"""
+"""`shardwright doctor`: check that a machine, a cluster or a recipe is ready for a long run."""
 
 from __future__ import annotations
 
@@ -31,35 +31,65 @@ if TYPE_CHECKING:
 NumRanks = Annotated[
     int | None,
     typer.Option(
-        "--nproc", min=1, help="Ranks to start on this machine; default one per GPU, or two on a CPU.", show_default=False
+        "--nproc",
+        min=1,
+        help="Ranks to start on this machine; default one per GPU, or two on a CPU.",
+        show_default=False,
     ),
 ]
 RecipeOption = Annotated[
-    Path | None, typer.Option("--recipe", help="Examine its layout's groups and its folders.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--recipe",
+        help="Also check the groups of this recipe's layout, and its folders.",
+        show_default=False,
+    ),
 ]
 LayoutText = Annotated[
     str | None,
     typer.Option(
         "--layout",
         metavar="DEGREES",
-        help="Whose groups exchange, e.g. tp=2,dp_shard=4; default all ranks.",
+        help=(
+            "Layout whose groups communicate, e.g. tp=2,dp_shard=4; default one group of all ranks."
+        ),
         show_default=False,
     ),
 ]
 Calibrate = Annotated[
     Path | None,
-    typer.Option("--calibrate", metavar="OUT", help="Write a measured profile for `plan --profile OUT`.", show_default=False),
+    typer.Option(
+        "--calibrate",
+        metavar="OUT",
+        help="Measure rates and write a profile for `plan --profile OUT`.",
+        show_default=False,
+    ),
 ]
 Checklist = Annotated[
     Path | None,
-    typer.Option("--checklist", metavar="RECIPE", help="Check a recipe instead: all that a long run needs.", show_default=False),
+    typer.Option(
+        "--checklist",
+        metavar="RECIPE",
+        help="Check a recipe instead: everything that a long run needs.",
+        show_default=False,
+    ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
 Budget = Annotated[
     float,
-    typer.Option("--budget", min=1.0, help="Seconds that --calibrate may measure for; what takes longer is left out and named."),
+    typer.Option(
+        "--budget",
+        min=1.0,
+        help=(
+            "Time limit of --calibrate in seconds; "
+            "measurements that do not fit are skipped and listed."
+        ),
+    ),
 ]
-TimeOut = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that a peer or a measurement may take.")]
+TimeOut = Annotated[
+    float,
+    typer.Option("--timeout", min=1.0, help="Time limit of a peer or a measurement in seconds."),
+]
 
 
 def doctor_command(
@@ -75,34 +105,41 @@ def doctor_command(
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Examine software, devices, hosts, links and peers, each line pass, warn or fail; exit code 1 on fail.
+    """Check software, devices, hosts, links and peers: pass, warn or fail; exit code 1 on fail.
 
-    Starts ranks here, or is one of torchrun's or srun's, on as many nodes as they have.
+    Starts ranks on this machine, or runs as a rank of torchrun or srun, on any number of nodes.
     """
     if device not in get_args(DeviceKind):
-        raise InputError("not a kind of device", field="--device", got=device, allowed="auto, cpu or cuda")
+        raise InputError(
+            "not a device type", field="--device", got=device, allowed="auto, cpu or cuda"
+        )
     kind = cast(DeviceKind, device)
     if checklist is not None:
         if recipe is not None or calibrate is not None:
-            other = "--recipe" if recipe is not None else "--calibrate"
-            raise InputError("a checklist measures nothing", field="--checklist", got=other, remedy="Give one of the two")
+            conflicting = "--recipe" if recipe is not None else "--calibrate"
+            raise InputError(
+                "a checklist does not measure",
+                field="--checklist",
+                got=conflicting,
+                remedy="Remove one of them",
+            )
         _check_recipe(checklist, overrides, layout, nproc, html=html, json_output=json_output)
         return
     if overrides and recipe is None:
-        raise InputError("changes a recipe, and none is given", field="--set", remedy="Add --recipe")
-    checked = None if recipe is None else load_recipe(recipe, overrides or [], layout)
-    section = _section(checked, layout)
+        raise InputError("there is no recipe to change", field="--set", remedy="Add --recipe")
+    loaded_recipe = None if recipe is None else load_recipe(recipe, overrides or [], layout)
+    section = _section(loaded_recipe, layout)
     ranks = find_ranks()
     degrees = _resolve(section, _world_size(nproc, ranks, section, device))
-    # Torch comes in only now: a wrong recipe is told at once.
+    # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.probe.calibrate import order_of
     from shardwright.probe.doctor import examine
     from shardwright.train.automatic import choose_planned_precision
 
-    if checked is not None:
-        checked = settle_precision(checked, choose_planned_precision(checked))
-    order = order_of(
-        checked,
+    if loaded_recipe is not None:
+        loaded_recipe = settle_precision(loaded_recipe, choose_planned_precision(loaded_recipe))
+    request = order_of(
+        loaded_recipe,
         degrees,
         device=kind,
         timeout_seconds=timeout,
@@ -110,54 +147,67 @@ def doctor_command(
         budget_seconds=budget,
     )
     if calibrate is not None and (ranks is None or ranks.rank == 0):
-        sys.stderr.write(f"Measuring what a plan asks for: at most {budget:g} s beside the usual checks\n")
-    diagnosis = examine(order, degrees.world_size)
-    if diagnosis is None:  # rank 0 tells
+        sys.stderr.write(
+            "Measuring rates for the planner: "
+            f"at most {budget:g} s in addition to the usual checks\n"
+        )
+    diagnosis = examine(request, degrees.world_size)
+    if diagnosis is None:  # rank 0 prints the results
         return
     if ranks is not None and ranks.rank != 0:
-        # This rank could not reach rank 0, so nobody else can say so.
-        raise CheckFailed("; ".join(f"{f.value}. {f.remedy}" for f in diagnosis.findings if f.verdict == "fail"))
-    _tell(diagnosis, order, calibrate, html=html, json_output=json_output)
+        # This rank could not reach rank 0, so it must report the failure itself.
+        raise CheckFailed(
+            "; ".join(f"{f.value}. {f.remedy}" for f in diagnosis.findings if f.verdict == "fail")
+        )
+    _tell(diagnosis, request, calibrate, html=html, json_output=json_output)
 
 
-def _world_size(nproc: int | None, ranks: RankEnvironment | None, section: LayoutSection | None, device: str) -> int:
-    """A launcher's ranks, else as many as were asked for, else as many as this machine takes."""
+def _world_size(
+    nproc: int | None, ranks: RankEnvironment | None, section: LayoutSection | None, device: str
+) -> int:
+    """Return the launcher's number of ranks, else --nproc, else this machine's default."""
     if ranks is None:
         return nproc or _usual_ranks(section, device)
     if nproc not in (None, ranks.world_size):
         raise InputError(
-            f"a launcher has started {ranks.world_size} ranks already", field="--nproc", got=nproc, remedy="Leave --nproc out"
+            f"a launcher has already started {ranks.world_size} ranks",
+            field="--nproc",
+            got=nproc,
+            remedy="Remove --nproc",
         )
     return ranks.world_size
 
 
 def _section(recipe: Recipe | None, layout: str | None) -> LayoutSection | None:
-    """The layout that is asked for; None where every rank is simply one of a group of all."""
+    """Return the layout to check; None if all ranks form one group."""
     if recipe is not None:
         if recipe.layout.auto:
             raise InputError(
-                "`auto` is not chosen yet",
+                "`auto` is not resolved yet",
                 field="layout",
                 got="auto",
-                remedy="Name the degrees to examine (--layout), or calibrate first and let `plan` choose",
+                remedy="Name the degrees with --layout, or calibrate first and let `plan` choose",
             )
         return recipe.layout
     return None if layout is None else LayoutSection.model_validate(parse_layout(layout))
 
 
 def _usual_ranks(section: LayoutSection | None, device: str) -> int:
-    """One per GPU; on a CPU as many as the layout takes, two at least where there are two cores."""
+    """Return one rank per GPU; on a CPU the ranks of the layout, and at least two with two
+    cores."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    least = min(2, cores)
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    minimum = min(2, cores)
     if section is None:
-        return least
-    model = section.tp * section.pp * section.cp
-    stated = model * (section.dp_replicate or 1) * (section.dp_shard or 1)
-    return stated if stated >= least else stated * least
+        return minimum
+    model_ranks = section.tp * section.pp * section.cp
+    layout_ranks = model_ranks * (section.dp_replicate or 1) * (section.dp_shard or 1)
+    return layout_ranks if layout_ranks >= minimum else layout_ranks * minimum
 
 
 def _resolve(section: LayoutSection | None, world_size: int) -> Layout:
@@ -166,7 +216,14 @@ def _resolve(section: LayoutSection | None, world_size: int) -> Layout:
     return resolve_layout(section, world_size)
 
 
-def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, html: Path | None, json_output: bool) -> None:
+def _tell(
+    diagnosis: Diagnosis,
+    order: Order,
+    calibrate: Path | None,
+    *,
+    html: Path | None,
+    json_output: bool,
+) -> None:
     from shardwright.cli.console import open_console
     from shardwright.cli.doctor_table import show
     from shardwright.hardware import save_profile
@@ -174,11 +231,12 @@ def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, html: P
     from shardwright.report.diagnosis import render_diagnosis
 
     console = open_console(stderr=json_output)
-    told = diagnosis.as_dict()
+    content = diagnosis.as_dict()
     show(diagnosis.findings, console)
     if html is not None:
         ranks = f"{diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}"
-        lead = f"{ranks} of {diagnosis.device_name or diagnosis.device_kind}, layout {diagnosis.layout or 'of one rank'}"
+        device_name = diagnosis.device_name or diagnosis.device_kind
+        lead = f"{ranks} of {device_name}, layout {diagnosis.layout or 'single rank'}"
         write_page(html, render_diagnosis("Doctor", lead, diagnosis.findings))
     if calibrate is not None:
         profile = profile_of(diagnosis, order)
@@ -186,38 +244,64 @@ def _tell(diagnosis: Diagnosis, order: Order, calibrate: Path | None, *, html: P
             calibrate.parent.mkdir(parents=True, exist_ok=True)
             save_profile(profile, calibrate)
         except OSError as error:
-            raise InputError(f"cannot be written: {error.strerror}", field="--calibrate", got=str(calibrate)) from error
-        told |= {"profile": str(calibrate)}
-        attention = f"{len(profile.attention)} lengths of attention"
-        counts = f"{len(profile.matmuls)} products, {attention} and {len(profile.collectives)} collectives"
-        console.print(f"{counts} measured. To plan with them:", highlight=False)
-        console.print(f"  shardwright plan RECIPE --cluster ... --profile {calibrate}", highlight=False, soft_wrap=True)
-    _end(told, diagnosis.findings, json_output=json_output)
+            raise InputError(
+                f"cannot be written: {error.strerror}", field="--calibrate", got=str(calibrate)
+            ) from error
+        content |= {"profile": str(calibrate)}
+        counts = (
+            f"{len(profile.matmuls)} products, {len(profile.attention)} attention lengths and "
+            f"{len(profile.collectives)} collectives"
+        )
+        console.print(f"Measured {counts}. To plan with them:", highlight=False)
+        console.print(
+            f"  shardwright plan RECIPE --cluster ... --profile {calibrate}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    _end(content, diagnosis.findings, json_output=json_output)
 
 
 def _check_recipe(
-    path: Path, overrides: list[str] | None, layout: str | None, nproc: int | None, *, html: Path | None, json_output: bool
+    path: Path,
+    overrides: list[str] | None,
+    layout: str | None,
+    nproc: int | None,
+    *,
+    html: Path | None,
+    json_output: bool,
 ) -> None:
-    checked = load_recipe(path, overrides or [], layout)
+    loaded_recipe = load_recipe(path, overrides or [], layout)
     from shardwright.cli.console import open_console
     from shardwright.cli.doctor_table import show
     from shardwright.probe.checklist import check_recipe
     from shardwright.report.diagnosis import render_diagnosis
 
-    world_size = nproc or _usual_ranks(None if checked.layout.auto else checked.layout, "auto")
-    findings = check_recipe(checked, world_size, str(path))
+    world_size = nproc or _usual_ranks(
+        None if loaded_recipe.layout.auto else loaded_recipe.layout, "auto"
+    )
+    findings = check_recipe(loaded_recipe, world_size, str(path))
     show(findings, open_console(stderr=json_output))
     if html is not None:
-        write_page(html, render_diagnosis(f"Checklist: {checked.name}", f"{path} on {world_size} ranks", findings))
-    told = {"schema_version": 1, "recipe": checked.name, "world_size": world_size, "findings": [f.as_dict() for f in findings]}
-    _end(told, findings, json_output=json_output)
+        write_page(
+            html,
+            render_diagnosis(
+                f"Checklist: {loaded_recipe.name}", f"{path} on {world_size} ranks", findings
+            ),
+        )
+    content = {
+        "schema_version": 1,
+        "recipe": loaded_recipe.name,
+        "world_size": world_size,
+        "findings": [f.as_dict() for f in findings],
+    }
+    _end(content, findings, json_output=json_output)
 
 
 def _end(told: dict[str, object], findings: tuple[Finding, ...], *, json_output: bool) -> None:
     failed = [finding for finding in findings if finding.verdict == "fail"]
     if json_output:
         sys.stdout.write(json.dumps(told) + "\n")
-        if failed:  # the object is all that stands on standard output
+        if failed:  # standard output contains only the JSON object
             raise typer.Exit(ExitCode.CHECK_FAILED)
     elif failed:
         names = ", ".join(f"{finding.section}: {finding.name}" for finding in failed)

@@ -1,4 +1,4 @@
-"""The doctor's findings for people: what needs doing stands under its line, traffic is a table by size."""
+"""Tables of the doctor's findings: remedies below their findings, traffic by message size."""
 
 from __future__ import annotations
 
@@ -16,29 +16,38 @@ if TYPE_CHECKING:
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _NARROW = 100
-"""Columns of a terminal below which names are folded earlier."""
-_TRAFFIC_NAMES, _TRAFFIC_COLUMN = 25, 11
-"""Columns that verdict and collective take of the table of traffic, and each size."""
+"""Terminal width in columns below which names are folded earlier."""
+_TRAFFIC_NAMES = 25
+"""Columns of verdict and collective in the traffic table."""
+_TRAFFIC_COLUMN = 11
+"""Columns of each message size in the traffic table."""
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Print all findings, then how many of each there are."""
+    """Print all findings, then the number of each verdict."""
     narrow = console.width < _NARROW
     for section in dict.fromkeys(finding.section for finding in findings):
-        own = [finding for finding in findings if finding.section == section]
+        members = [finding for finding in findings if finding.section == section]
         console.print(Text(section, style="bold"))
-        traffic = [finding for finding in own if "bus_bytes_per_second" in finding.numbers]
-        _show_lines(console, [finding for finding in own if finding not in traffic], narrow)
+        traffic = [finding for finding in members if "bus_bytes_per_second" in finding.numbers]
+        _show_lines(console, [finding for finding in members if finding not in traffic], narrow)
         if traffic:
             _show_traffic(console, traffic, narrow)
-    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in _STYLES}
-    told = Text.assemble(*((f"{count} {verdict}  ", _STYLES[verdict] if count else "dim") for verdict, count in counts.items()))
+    counts = {
+        verdict: sum(finding.verdict == verdict for finding in findings) for verdict in _STYLES
+    }
+    summary = Text.assemble(
+        *(
+            (f"{count} {verdict}  ", _STYLES[verdict] if count else "dim")
+            for verdict, count in counts.items()
+        )
+    )
     console.print()
-    console.print(told)
+    console.print(summary)
 
 
 def _show_lines(console: Console, findings: Sequence[Finding], narrow: bool) -> None:
-    """Verdict, what, what was found; and what to do about it."""
+    """Print verdict, name and value of each finding, with the remedy below."""
     if not findings:
         return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
@@ -56,18 +65,23 @@ def _show_lines(console: Console, findings: Sequence[Finding], narrow: bool) -> 
 
 
 def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -> None:
-    """A table per group: collectives down, messages across, bus bandwidth in GB/s inside; below it what falls short."""
+    """Print one table per group: bus bandwidth in GB/s by collective and message size.
+
+    Findings that do not pass follow below the table.
+    """
     for axis in dict.fromkeys(finding.numbers["axis"] for finding in findings):
-        own = [finding for finding in findings if finding.numbers["axis"] == axis]
-        numbers = own[0].numbers
+        members = [finding for finding in findings if finding.numbers["axis"] == axis]
+        numbers = members[0].numbers
         per_node = numbers["ranks_per_node"]
-        where = "" if per_node == numbers["num_ranks"] else f", {per_node} on a node"
+        where = "" if per_node == numbers["num_ranks"] else f", {per_node} per node"
         peak = numbers["peak_bytes_per_second"]
-        beside = "" if peak is None else f"; {numbers['link']} carries {peak / 1e9:.3g}"
+        peak_note = "" if peak is None else f"; {numbers['link']} has a peak of {peak / 1e9:.3g}"
         console.print(
-            f"  over {axis}: {numbers['num_ranks']} ranks{where}; bus bandwidth in GB/s by message{beside}", highlight=False
+            f"  over {axis}: {numbers['num_ranks']} ranks{where}; "
+            f"bus bandwidth in GB/s by message size{peak_note}",
+            highlight=False,
         )
-        sizes, left_out = _sizes_that_fit(own, console.width, beside_peak=peak is not None)
+        sizes, num_omitted = _sizes_that_fit(members, console.width, beside_peak=peak is not None)
         table = Table(box=None, pad_edge=False, padding=(0, 1))
         table.add_column("", width=6, no_wrap=True)
         table.add_column("")
@@ -75,25 +89,38 @@ def _show_traffic(console: Console, findings: Sequence[Finding], narrow: bool) -
             table.add_column(format_bytes(size), justify="right", no_wrap=True)
         if peak is not None:
             table.add_column("of peak", justify="right", no_wrap=True)
-        for finding in own:
+        for finding in members:
             table.add_row(*_traffic_row(finding, sizes, peak))
         console.print(table)
-        if left_out:
-            console.print(f"  {left_out} more sizes: a wider terminal, or --json", style="dim", highlight=False)
-        _show_lines(console, [finding for finding in own if finding.verdict != "pass"], narrow)
+        if num_omitted:
+            console.print(
+                f"  {num_omitted} more sizes in a wider terminal, or with --json",
+                style="dim",
+                highlight=False,
+            )
+        _show_lines(console, [finding for finding in members if finding.verdict != "pass"], narrow)
 
 
-def _sizes_that_fit(findings: Sequence[Finding], width: int, *, beside_peak: bool) -> tuple[list[int], int]:
-    """Sizes of messages that so many columns have room for, and how many they have not; those of all collectives first."""
-    measured = [{int(size) for size in finding.numbers["bus_bytes_per_second"]} for finding in findings]
+def _sizes_that_fit(
+    findings: Sequence[Finding], width: int, *, beside_peak: bool
+) -> tuple[list[int], int]:
+    """Return the message sizes that fit the width, and the number of those that do not.
+
+    Sizes that all collectives were measured with take precedence.
+    """
+    measured = [
+        {int(size) for size in finding.numbers["bus_bytes_per_second"]} for finding in findings
+    ]
     sizes = sorted(set().union(*measured))
-    room = max(2, (width - _TRAFFIC_NAMES - (_TRAFFIC_COLUMN if beside_peak else 0)) // _TRAFFIC_COLUMN)
-    if len(sizes) <= room:
+    num_columns = max(
+        2, (width - _TRAFFIC_NAMES - (_TRAFFIC_COLUMN if beside_peak else 0)) // _TRAFFIC_COLUMN
+    )
+    if len(sizes) <= num_columns:
         return sizes, 0
     shared = sorted(set.intersection(*measured)) or sizes
-    last = min(room, len(shared)) - 1
-    kept = sorted({shared[i * (len(shared) - 1) // max(1, last)] for i in range(last + 1)})
-    return kept, len(sizes) - len(kept)
+    last = min(num_columns, len(shared)) - 1
+    selected = sorted({shared[i * (len(shared) - 1) // max(1, last)] for i in range(last + 1)})
+    return selected, len(sizes) - len(selected)
 
 
 def _traffic_row(finding: Finding, sizes: Sequence[int], peak: float | None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`shardwright export`: a trained model as a Hugging Face folder."""
+"""`shardwright export`: write a trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,31 +22,47 @@ SCHEMA_VERSION = 1
 
 def export_command(
     source: ModelPath,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)
+    ],
     dtype: Annotated[
-        str, typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the precision of the training.")
+        str,
+        typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the training precision."),
     ] = "auto",
     checkpoint: CheckpointChoice = "latest",
     max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", min=0.001, max=1e6, help="Decimal gigabytes of one weights file at most.")
+        float,
+        typer.Option(
+            "--max-shard-gb",
+            min=0.001,
+            max=1e6,
+            help="Maximum size of one weights file in GB (1e9 bytes).",
+        ),
     ] = 5.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds something already.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a folder that is not empty.")
+    ] = False,
     check: Annotated[
         bool,
         typer.Option(
-            "--check/--no-check", help="Load the folder with transformers and compare logits, or only read its tensors back."
+            "--check/--no-check",
+            help=(
+                "Load the folder with transformers and compare logits, "
+                "or only read the tensors back."
+            ),
         ),
     ] = True,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of a run that trained adapters: put them into the base's weights.")
+        bool,
+        typer.Option("--merge", help="For a run with adapters: merge them into the base weights."),
     ] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """Write config.json, safetensors and tokenizer so that AutoModelForCausalLM.from_pretrained loads them.
+    """Write config.json, safetensors and tokenizer for AutoModelForCausalLM.from_pretrained.
 
-    Of a run that trained adapters: write the folder that peft loads, or with --merge the whole model.
+    For a run with adapters: write the adapter folder for peft, or with --merge the whole model.
     """
-    # Torch comes in only now, so that --help answers at once.
+    # Torch is imported here, so that --help stays fast.
     from shardwright.train.adapters import check_merge, merged_source
     from shardwright.train.export import export_source
     from shardwright.train.source import DTYPES, choose_dtype, open_source
@@ -54,26 +70,45 @@ def export_command(
     show_log()
     model = open_source(source, checkpoint)
     if model.shape.adapters is not None and not merge:
-        _export_adapters(model, out, dtype, overwrite=overwrite, check=check, json_output=json_output)
+        _export_adapters(
+            model, out, dtype, overwrite=overwrite, check=check, json_output=json_output
+        )
         return
     if merge:
-        unmerged, model = model, merged_source(model)
+        unmerged = model
+        model = merged_source(model)
         if check:
             check_merge(unmerged, model)
     stored = choose_dtype(dtype, model.dtype)
-    written = export_source(model, out, dtype=stored, max_shard_bytes=round(max_shard_gb * 1e9), overwrite=overwrite, check=check)
-    word = next(word for word, known in DTYPES.items() if known == stored)
+    written = export_source(
+        model,
+        out,
+        dtype=stored,
+        max_shard_bytes=round(max_shard_gb * 1e9),
+        overwrite=overwrite,
+        check=check,
+    )
+    dtype_name = next(
+        dtype_name for dtype_name, torch_dtype in DTYPES.items() if torch_dtype == stored
+    )
     num_files = len(written.weight_files)
+    outcome = (
+        "loaded with transformers, logits agree" if check else "all tensors read back, identical"
+    )
     sys.stderr.write(
-        f"{model.name} -> {out}: {format_count(written.num_parameters)} parameters in {word}, "
-        f"{format_bytes(written.weights_bytes)} in {num_files} file{'s' if num_files > 1 else ''}; "
-        f"{'loaded back with transformers, logits agree' if check else 'every tensor read back, equal to what was written'}\n"
+        f"{model.name} -> {out}: {format_count(written.num_parameters)} parameters in "
+        f"{dtype_name}, "
+        f"{format_bytes(written.weights_bytes)} in {num_files} "
+        f"file{'s' if num_files > 1 else ''}; "
+        f"{outcome}\n"
     )
     if json_output:
-        _tell(model, out, word, written, weight_files=written.weight_files, checked=check)
+        _tell(model, out, dtype_name, written, weight_files=written.weight_files, checked=check)
 
 
-def _export_adapters(model: ModelSource, out: Path, dtype: str, *, overwrite: bool, check: bool, json_output: bool) -> None:
+def _export_adapters(
+    model: ModelSource, out: Path, dtype: str, *, overwrite: bool, check: bool, json_output: bool
+) -> None:
     import torch
 
     from shardwright.train.adapters import export_adapters
@@ -81,21 +116,41 @@ def _export_adapters(model: ModelSource, out: Path, dtype: str, *, overwrite: bo
 
     stored = choose_dtype(dtype, torch.float32)
     written = export_adapters(model, out, dtype=stored, overwrite=overwrite, check=check)
-    word = next(word for word, known in DTYPES.items() if known == stored)
-    told_of = {"peft": "loaded back with peft, logits agree", "itself": "read back bit by bit, for want of peft"}
-    held = "not loaded back" if written.held_against is None else told_of[written.held_against]
+    dtype_name = next(
+        dtype_name for dtype_name, torch_dtype in DTYPES.items() if torch_dtype == stored
+    )
+    outcomes = {
+        "peft": "loaded with peft, logits agree",
+        "itself": "read back, identical (peft is not installed)",
+    }
+    outcome = "not verified" if written.held_against is None else outcomes[written.held_against]
     sys.stderr.write(
-        f"{model.name} -> {out}: adapters of {format_count(written.num_parameters)} parameters in {word}, "
-        f"{format_bytes(written.weights_bytes)}; {held}\n"
+        f"{model.name} -> {out}: adapters of {format_count(written.num_parameters)} "
+        f"parameters in {dtype_name}, "
+        f"{format_bytes(written.weights_bytes)}; {outcome}\n"
     )
     if json_output:
         files = ["adapter_model.safetensors"]
-        _tell(model, out, word, written, weight_files=files, checked=check, held_against=written.held_against)
+        _tell(
+            model,
+            out,
+            dtype_name,
+            written,
+            weight_files=files,
+            checked=check,
+            held_against=written.held_against,
+        )
 
 
-def _tell(model: ModelSource, out: Path, dtype: str, written: ExportedFolder | ExportedAdapters, **more: Any) -> None:
-    """What was written, as one object on standard output."""
-    told = {
+def _tell(
+    model: ModelSource,
+    out: Path,
+    dtype: str,
+    written: ExportedFolder | ExportedAdapters,
+    **more: Any,
+) -> None:
+    """Print a summary as a JSON object on standard output."""
+    content = {
         "schema_version": SCHEMA_VERSION,
         "source": model.name,
         "step": model.step,
@@ -104,4 +159,4 @@ def _tell(model: ModelSource, out: Path, dtype: str, written: ExportedFolder | E
         "num_parameters": written.num_parameters,
         "weights_bytes": written.weights_bytes,
     }
-    sys.stdout.write(json.dumps(told | more) + "\n")
+    sys.stdout.write(json.dumps(content | more) + "\n")

@@ -1,4 +1,4 @@
-"""`shardwright generate`: text from a run or from a Hugging Face folder."""
+"""`shardwright generate`: generate text with a run or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,44 +19,70 @@ SCHEMA_VERSION = 1
 
 def generate_command(
     source: ModelPath,
-    prompt: Annotated[str, typer.Option("--prompt", help="What the text begins with.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after this many tokens.")] = 200,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token every time.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw among the k likeliest tokens only.")] = None,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw among the fewest tokens of this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the draw; the same on every device.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of a text.")] = False,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.", show_default=False)],
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")
+    ] = 200,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy decoding."),
+    ] = 0.8,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", min=1, help="Sample from the k most likely tokens only."),
+    ] = None,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p", help="Sample from the smallest set of tokens with this total probability."
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Sampling seed; results are the same on every device.")
+    ] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after an end-of-text token.")
+    ] = False,
     slide: Annotated[
-        bool, typer.Option("--slide", help="Where the model's positions end, forget the older half of the text and go on.")
+        bool,
+        typer.Option(
+            "--slide",
+            help="At the model's maximum length, drop the older half of the text and continue.",
+        ),
     ] = False,
     checkpoint: CheckpointChoice = "latest",
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda; auto takes CUDA where there is one.")] = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32, bf16, fp16; auto is fp32 on a CPU, bf16 on CUDA.")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", help="cpu or cuda; auto uses CUDA if available.")
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="fp32, bf16, fp16; auto is fp32 on a CPU, bf16 on CUDA.")
+    ] = "auto",
     json_output: JsonOutput = False,
 ) -> None:
-    """Continue a prompt with the model of a run folder (or of a Hugging Face folder), printed as it comes."""
-    # Torch comes in only now, so that --help answers at once.
+    """Continue a prompt with the model of a run or of a Hugging Face folder; print text as it
+    comes."""
+    # Torch is imported here, so that --help stays fast.
     import torch
 
     from shardwright.train.generate import Sampling, complete, encode_prompt
     from shardwright.train.source import choose_device, choose_dtype, load_decoder, open_source
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    where = choose_device(device)
-    precision = choose_dtype(dtype, torch.float32 if where.type == "cpu" else torch.bfloat16)
+    torch_device = choose_device(device)
+    precision = choose_dtype(dtype, torch.float32 if torch_device.type == "cpu" else torch.bfloat16)
     show_log()
     model = open_source(source, checkpoint)
     tokenizer = model.load_tokenizer()
-    decoder = load_decoder(model, device=where, dtype=precision)
+    decoder = load_decoder(model, device=torch_device, dtype=precision)
 
     def show(text: str) -> None:
         if not json_output:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    encode_prompt(decoder, tokenizer, prompt)  # a prompt that is refused is not echoed first
+    encode_prompt(decoder, tokenizer, prompt)  # raise for an invalid prompt before it is printed
     show(prompt)
-    began = time.perf_counter()
+    started = time.perf_counter()
     completion = complete(
         decoder,
         tokenizer,
@@ -67,21 +93,27 @@ def generate_command(
         slide=slide,
         on_text=show,
     )
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     show("\n")
     sys.stderr.write(
-        f"{model.name}: {len(completion.new_ids)} tokens, {len(completion.new_ids) / seconds:.1f} tokens/s; "
+        f"{model.name}: {len(completion.new_ids)} tokens, "
+        f"{len(completion.new_ids) / seconds:.1f} tokens/s; "
         f"stopped: {_STOPPED[completion.stopped]}\n"
     )
     if json_output:
-        told = _as_json(completion) | {"source": model.name, "step": model.step, "prompt": prompt, "seconds": seconds}
-        sys.stdout.write(json.dumps(told) + "\n")
+        content = _as_json(completion) | {
+            "source": model.name,
+            "step": model.step,
+            "prompt": prompt,
+            "seconds": seconds,
+        }
+        sys.stdout.write(json.dumps(content) + "\n")
 
 
 _STOPPED = {
-    "eos": "the text ended",
-    "length": "--max-new-tokens is reached",
-    "positions": "the model's positions are used up (--slide goes on)",
+    "eos": "end of text",
+    "length": "--max-new-tokens reached",
+    "positions": "the model's maximum length is reached (--slide continues)",
 }
 
 

@@ -1,4 +1,4 @@
-"""`shardwright launch`: the same recipe on Slurm, on Kubernetes, or as torchrun commands, without a script to write."""
+"""`shardwright launch`: start a recipe on Slurm, Kubernetes or torchrun."""
 
 from __future__ import annotations
 
@@ -27,35 +27,79 @@ Text = str | None
 
 
 def _option(name: str, about: str, metavar: str | None = None, **limits: Any) -> Any:
-    """An option without a default that is worth showing."""
+    """Build an option whose default is not shown."""
     return typer.Option(name, metavar=metavar, help=about, show_default=False, **limits)
 
 
-Slurm = Annotated[bool, typer.Option("--slurm", help="An sbatch script.")]
-Kubernetes = Annotated[bool, typer.Option("--kubernetes", help="A PyTorchJob of Kubeflow's training operator.")]
-Torchrun = Annotated[bool, typer.Option("--torchrun", help="A torchrun command for each node.")]
-Nodes = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines; default 1, or as many as --hosts.")]
-GpusPerNode = Annotated[int | None, _option("--gpus-per-node", "Ranks on each; default as the recipe's `cluster` says.", min=1)]
-LayoutText = Annotated[Text, _option("--layout", "Replace the recipe's layout.", "DEGREES")]
-RunDir = Annotated[Text, _option("--run-dir", "Run folder, on storage that all nodes share; default runs/<name>.")]
-Interface = Annotated[Text, _option("--interface", "Network interface that joins the nodes, e.g. eth0.", "NAME")]
-IbHca = Annotated[Text, _option("--ib-hca", "InfiniBand adapters that NCCL may use, e.g. mlx5.", "NAMES")]
-NoInfiniband = Annotated[bool, typer.Option("--no-infiniband", help="Keep NCCL off InfiniBand.")]
-Env = Annotated[list[str] | None, _option("--env", "Export it on every node. Repeatable.", "NAME=VALUE")]
-Port = Annotated[int | None, _option("--port", "On the first node, where ranks meet.", min=1024, max=65535)]
-Cores = Annotated[int | None, _option("--cores-per-rank", "CPU cores for each rank, and threads.", min=1)]
-SaveSeconds = Annotated[int, typer.Option("--save-seconds", min=30, help="How long before the time limit ranks are told to save.")]
-Partition = Annotated[Text, _option("--partition", "Slurm.")]
-Account = Annotated[Text, _option("--account", "Slurm.")]
-TimeLimit = Annotated[Text, _option("--time", "Slurm: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT")]
-Sbatch = Annotated[list[str] | None, _option("--sbatch", "Slurm: a further option. Repeatable.", "--OPTION=VALUE")]
+Slurm = Annotated[bool, typer.Option("--slurm", help="Write an sbatch script.")]
+Kubernetes = Annotated[
+    bool, typer.Option("--kubernetes", help="Write a PyTorchJob for Kubeflow's training operator.")
+]
+Torchrun = Annotated[bool, typer.Option("--torchrun", help="Write one torchrun command per node.")]
+Nodes = Annotated[
+    int | None,
+    typer.Option("--nodes", min=1, help="Number of nodes; default 1, or the number of --hosts."),
+]
+GpusPerNode = Annotated[
+    int | None,
+    _option("--gpus-per-node", "Ranks per node; default from the recipe's `cluster`.", min=1),
+]
+LayoutText = Annotated[
+    Text, _option("--layout", "Replace the recipe's layout, e.g. dp_shard=16.", "DEGREES")
+]
+RunDir = Annotated[
+    Text, _option("--run-dir", "Run folder, on storage shared by all nodes; default runs/<name>.")
+]
+Interface = Annotated[
+    Text, _option("--interface", "Network interface that connects the nodes, e.g. eth0.", "NAME")
+]
+IbHca = Annotated[Text, _option("--ib-hca", "InfiniBand adapters for NCCL, e.g. mlx5.", "NAMES")]
+NoInfiniband = Annotated[bool, typer.Option("--no-infiniband", help="Disable InfiniBand in NCCL.")]
+Env = Annotated[
+    list[str] | None,
+    _option("--env", "Environment variable to set on every node. Repeatable.", "NAME=VALUE"),
+]
+Port = Annotated[
+    int | None, _option("--port", "Port of the rendezvous on the first node.", min=1024, max=65535)
+]
+Cores = Annotated[
+    int | None, _option("--cores-per-rank", "CPU cores, and threads, per rank.", min=1)
+]
+SaveSeconds = Annotated[
+    int,
+    typer.Option(
+        "--save-seconds",
+        min=30,
+        help="Seconds before the time limit at which ranks are signalled to save.",
+    ),
+]
+Partition = Annotated[Text, _option("--partition", "Slurm partition.")]
+Account = Annotated[Text, _option("--account", "Slurm account.")]
+TimeLimit = Annotated[
+    Text, _option("--time", "Slurm time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT")
+]
+Sbatch = Annotated[
+    list[str] | None, _option("--sbatch", "Additional sbatch option. Repeatable.", "--OPTION=VALUE")
+]
 Image = Annotated[Text, _option("--image", "Container image (Kubernetes, or Slurm with Pyxis).")]
-Namespace = Annotated[Text, _option("--namespace", "Kubernetes.")]
-Volume = Annotated[list[str] | None, _option("--volume", "Kubernetes: shared storage to mount. Repeatable.", "CLAIM:/PATH")]
-WorkingDir = Annotated[Text, _option("--working-dir", "Kubernetes: where ranks start.")]
-Hosts = Annotated[Text, _option("--hosts", "torchrun: an address of each node, the first first.", "A,B,...")]
-Out = Annotated[Path | None, _option("--out", "Write it there.", "FILE")]
-Submit = Annotated[bool, typer.Option("--submit", help="Hand it to sbatch or kubectl.")]
+Namespace = Annotated[Text, _option("--namespace", "Kubernetes namespace.")]
+Volume = Annotated[
+    list[str] | None,
+    _option(
+        "--volume", "Kubernetes volume claim of shared storage to mount. Repeatable.", "CLAIM:/PATH"
+    ),
+]
+WorkingDir = Annotated[
+    Text, _option("--working-dir", "Kubernetes: working directory of the ranks.")
+]
+Hosts = Annotated[
+    Text,
+    _option(
+        "--hosts", "torchrun: one address per node; the first node hosts the rendezvous.", "A,B,..."
+    ),
+]
+Out = Annotated[Path | None, _option("--out", "Output file; default standard output.", "FILE")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit with sbatch or kubectl.")]
 
 
 def launch_command(
@@ -88,62 +132,84 @@ def launch_command(
     submit: Submit = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """Print what starts a recipe on a cluster: ranks meet, save before the time limit, and go on where they were."""
+    """Print a script, manifest or commands that start a recipe on a cluster.
+
+    The ranks find each other, save before the time limit, and resume when the job restarts.
+    """
     kind = _only_one(slurm=slurm, kubernetes=kubernetes, torchrun=torchrun)
-    of_slurm = {"--partition": partition, "--account": account, "--time": time, "--sbatch": sbatch}
-    of_kubernetes = {"--namespace": namespace, "--volume": volume, "--working-dir": working_dir}
-    _check_belongs(kind, slurm=of_slurm, kubernetes=of_kubernetes, torchrun={"--hosts": hosts})
-    given = parse_environment(env or [])
-    os.environ.update(given)  # what the recipe's ${NAME} stand for there
-    checked = load_recipe(recipe, _changes(overrides, run_dir), layout)
+    slurm_options = {
+        "--partition": partition,
+        "--account": account,
+        "--time": time,
+        "--sbatch": sbatch,
+    }
+    kubernetes_options = {
+        "--namespace": namespace,
+        "--volume": volume,
+        "--working-dir": working_dir,
+    }
+    _check_belongs(
+        kind, slurm=slurm_options, kubernetes=kubernetes_options, torchrun={"--hosts": hosts}
+    )
+    environment = parse_environment(env or [])
+    os.environ.update(environment)  # values of the recipe's ${NAME} on the nodes
+    loaded_recipe = load_recipe(recipe, _changes(overrides, run_dir), layout)
     addresses = [host.strip() for host in hosts.split(",")] if hosts else []
     job = Job(
-        recipe=checked,
+        recipe=loaded_recipe,
         recipe_path=str(recipe),
         num_nodes=nodes or len(addresses) or 1,
-        ranks_per_node=gpus_per_node or _ranks_of(checked),
+        ranks_per_node=gpus_per_node or _ranks_of(loaded_recipe),
         overrides=tuple(overrides or ()),
         layout=layout,
         run_dir=run_dir,
         links=Links(interface, ib_hca, not no_infiniband),
-        environment=given,
+        environment=environment,
         save_seconds=save_seconds,
         cores_per_rank=cores,
         port=port,
     )
-    unshared: list[str] = []
+    volume_warnings: list[str] = []
     if kind == "slurm":
         text = _script(job, partition, account, time, image, sbatch)
     elif kind == "kubernetes":
-        text, unshared = _manifest(job, image, namespace, volume, working_dir)
+        text, volume_warnings = _manifest(job, image, namespace, volume, working_dir)
     else:
         text = _commands(job, addresses)
-    notes = [*job.cautions(), *unshared, *_unsaid(recipe, given, kind)]
+    notes = [*job.cautions(), *volume_warnings, *_unsaid(recipe, environment, kind)]
     _tell(kind, text, job, notes, out=out, submitted=submit, json_output=json_output)
 
 
 def _unsaid(recipe: Path, given: dict[str, str], kind: str) -> list[str]:
-    """What the recipe reads from the environment and nodes would not have; sbatch takes this shell's along."""
+    """Return a note on variables that the recipe reads and nodes lack; sbatch exports this
+    shell's."""
     missing = sorted(placeholders(read_text(recipe)) - set(given))
     if not missing or kind == "slurm":
         return []
-    return [f"the recipe reads {', '.join(missing)} from the environment: give --env for the nodes"]
+    return [
+        f"the recipe reads {', '.join(missing)} from the environment: "
+        "set them for the nodes with --env"
+    ]
 
 
-def _script(job: Job, partition: Text, account: Text, time: Text, image: Text, sbatch: list[str] | None) -> str:
+def _script(
+    job: Job, partition: Text, account: Text, time: Text, image: Text, sbatch: list[str] | None
+) -> str:
     from shardwright.interop.slurm import SlurmOptions, sbatch_script
 
     return sbatch_script(job, SlurmOptions(partition, account, time, image, tuple(sbatch or ())))
 
 
-def _manifest(job: Job, image: Text, namespace: Text, volume: list[str] | None, working_dir: Text) -> tuple[str, list[str]]:
+def _manifest(
+    job: Job, image: Text, namespace: Text, volume: list[str] | None, working_dir: Text
+) -> tuple[str, list[str]]:
     from shardwright.interop.kubernetes import KubernetesOptions, manifest, unshared
 
     if not image:
         raise InputError(
-            "pods start from an image",
+            "pods need a container image",
             field="--image",
-            remedy="Name one that holds shardwright, e.g. --image registry/shardwright:1.0",
+            remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
         )
     options = KubernetesOptions(image, namespace, tuple(volume or ()), working_dir)
     return manifest(job, options), unshared(job, options)
@@ -161,40 +227,64 @@ def _commands(job: Job, addresses: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tell(kind: str, text: str, job: Job, notes: list[str], *, out: Path | None, submitted: bool, json_output: bool) -> None:
+def _tell(
+    kind: str,
+    text: str,
+    job: Job,
+    notes: list[str],
+    *,
+    out: Path | None,
+    submitted: bool,
+    json_output: bool,
+) -> None:
     from shardwright.interop.submit import submit
 
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
     if out is not None:
         write_text(out, text)
-    answer = submit(kind, text) if submitted else None
+    reply = submit(kind, text) if submitted else None
     if json_output:
-        told = {"schema_version": SCHEMA_VERSION, "kind": kind, "text": text, "world_size": job.world_size, "notes": notes}
-        sys.stdout.write(json.dumps(told | {"out": None if out is None else str(out), "submitted": answer}) + "\n")
-    elif answer is not None:
-        sys.stdout.write(f"submitted: {answer}\n")
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "kind": kind,
+            "text": text,
+            "world_size": job.world_size,
+            "notes": notes,
+        }
+        sys.stdout.write(
+            json.dumps(content | {"out": None if out is None else str(out), "submitted": reply})
+            + "\n"
+        )
+    elif reply is not None:
+        sys.stdout.write(f"submitted: {reply}\n")
     elif out is None:
         sys.stdout.write(text)
 
 
 def _only_one(**kinds: bool) -> str:
-    chosen = [kind for kind, wanted in kinds.items() if wanted]
+    chosen = [kind for kind, is_chosen in kinds.items() if is_chosen]
     allowed = "one of --slurm, --kubernetes and --torchrun"
     if len(chosen) != 1:
         raise InputError(
-            "say where it is to run", field="launch", got=" ".join(f"--{kind}" for kind in chosen) or None, allowed=allowed
+            "choose one launcher",
+            field="launch",
+            got=" ".join(f"--{kind}" for kind in chosen) or None,
+            allowed=allowed,
         )
     return chosen[0]
 
 
 def _check_belongs(kind: str, **options: Mapping[str, object]) -> None:
-    """Refuse an option of one launcher that was given to another: it would do nothing."""
-    for owner, given in options.items():
-        for option, value in given.items():
+    """Refuse options of other launchers, which would have no effect."""
+    for owner, values in options.items():
+        for option, value in values.items():
             if owner != kind and value:
                 raise InputError(
-                    f"is for --{owner} and does nothing with --{kind}", field=option, got=str(value), remedy="Leave it out"
+                    f"applies to --{owner} only and has no effect with --{kind}",
+                    field=option,
+                    got=str(value),
+                    remedy="Remove it",
                 )
 
 
@@ -203,12 +293,12 @@ def _changes(overrides: list[str] | None, run_dir: Text) -> list[str]:
 
 
 def _ranks_of(recipe: Recipe) -> int:
-    """Accelerators of a node, as the recipe's cluster has them."""
+    """Return the accelerators per node of the recipe's cluster."""
     if recipe.cluster is None:
         raise InputError(
-            "how many ranks a node has is not said",
+            "the number of ranks per node is unknown",
             field="--gpus-per-node",
-            remedy="Give it, or name the machine in the recipe (`cluster: 8xH100-80GB`)",
+            remedy="Set it, or name the node type in the recipe (`cluster: 8xH100-80GB`)",
         )
     from shardwright.hardware.load import parse_cluster
 

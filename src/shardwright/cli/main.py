@@ -1,6 +1,6 @@
-"""The `shardwright` command: verbs, and how every one of them ends.
+"""The `shardwright` command: verbs, exit codes and error output.
 
-Exit codes: 0 done, 1 a check failed, 2 wrong input, 3 the run failed, 4 preempted and saved.
+Exit codes: 0 done, 1 check failed, 2 wrong input, 3 run failed, 4 preempted after saving.
 """
 
 from __future__ import annotations
@@ -21,60 +21,69 @@ from shardwright.errors import ExitCode, InputError, ShardwrightError
 
 _SHOWN_CHARACTERS = 200
 _INTERRUPTED = 128 + signal.SIGINT
-"""What the parser makes of a Ctrl-C that no verb took."""
+"""Exit code that typer returns for a Ctrl-C that no verb handled."""
 
 
 def build_app(verb: str | None) -> typer.Typer:
-    """The command line with the called verb's own options; of the other verbs only what --help says of them."""
+    """Build the command line with the options of the called verb, and only summaries of the
+    others."""
     app = typer.Typer(
         name="shardwright",
-        help="Plan, prove and train large language models over any number of devices.",
+        help="Plan, verify and train large language models on any number of devices.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True)(_version)
-    for name, known in VERBS.items():
+    for name, entry in VERBS.items():
         if name != verb:
-            app.command(name, help=known.summary)(_not_called)
+            app.command(name, help=entry.summary)(_not_called)
             continue
-        loaded = known.load()
+        loaded = entry.load()
         if isinstance(loaded, typer.Typer):
-            app.add_typer(loaded, name=name, help=known.summary)
+            app.add_typer(loaded, name=name, help=entry.summary)
         else:
             app.command(name)(loaded)
     return app
 
 
-def _version(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+def _version(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
     if version:
         sys.stdout.write(f"shardwright {__version__}\n")
         raise typer.Exit
 
 
 def _not_called() -> None:
-    raise AssertionError("a verb that was not called ran")
+    raise AssertionError("called a verb that was not requested")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with the verb's exit code."""
+    """Run the command line and exit the process with the verb's exit code."""
     code = run(arguments)
-    # All is said and saved; one more Ctrl-C while the interpreter winds up must not change how it ended.
+    # Everything is printed and saved: a Ctrl-C during interpreter shutdown must not change the
+    # code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Errors of ours are one message, anything else a traceback."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    as_json = "--json" in words
+    """Run the command line and return the exit code.
+
+    Our own errors are printed as one message, all others with a traceback.
+    """
+    argument_list = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in argument_list
     escape_unencodable()
     try:
-        left = build_app(next((word for word in words if not word.startswith("-")), None))(words, standalone_mode=False)
-        if left == _INTERRUPTED:
+        result = build_app(
+            next((word for word in argument_list if not word.startswith("-")), None)
+        )(argument_list, standalone_mode=False)
+        if result == _INTERRUPTED:
             raise KeyboardInterrupt
-        return left if isinstance(left, int) else ExitCode.DONE
+        return result if isinstance(result, int) else ExitCode.DONE
     except KeyboardInterrupt:
         message = "interrupted; nothing was saved"
         sys.stderr.write(f"{message}\n")
@@ -86,38 +95,56 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             return _report_bug(error, as_json=as_json)
         path = str(error.filename)
-        shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
-        refused = InputError(f"the path cannot be followed: {error.strerror}", got=shown)
+        shown = (
+            path
+            if len(path) <= _SHOWN_CHARACTERS
+            else f"{path[:_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
+        )
+        refused = InputError(f"the path cannot be resolved: {error.strerror}", got=shown)
         _tell(refused, as_json=as_json)
         return refused.exit_code
     except Exception as error:
-        if hasattr(error, "format_message") and hasattr(error, "show"):  # the parser's: an option or a verb that is none
+        if hasattr(error, "format_message") and hasattr(
+            error, "show"
+        ):  # a usage error of the parser
             error.show()
             return _end(ExitCode.WRONG_INPUT, "UsageError", error.format_message(), as_json=as_json)
         return _report_bug(error, as_json=as_json)
 
 
 def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
-    """The traceback of an error that is none of ours."""
-    sys.stderr.write(f"{traceback.format_exc()}this is a bug in shardwright {__version__}, not in your input\n")
+    """Print the traceback of an unexpected error."""
+    sys.stderr.write(
+        f"{traceback.format_exc()}this is a bug in shardwright {__version__}, "
+        "not an error in your input\n"
+    )
     return _end(ExitCode.RUN_FAILED, type(error).__name__, str(error), as_json=as_json)
 
 
 def _end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:
-    """Under --json, how it ended as an object on standard output; the exit code comes back."""
+    """Under --json, print the error as an object on standard output; return the exit code."""
     if as_json:
-        told = {"kind": kind, "message": message, "exit_code": int(code)}
-        sys.stdout.write(json.dumps({"schema_version": 1, "error": told}) + "\n")
+        content = {"kind": kind, "message": message, "exit_code": int(code)}
+        sys.stdout.write(json.dumps({"schema_version": 1, "error": content}) + "\n")
     return code
 
 
 def _tell(error: ShardwrightError, *, as_json: bool) -> None:
-    """The error on standard error, and as an object on standard output under --json."""
+    """Print the error on standard error and, under --json, as an object on standard output."""
     label = "stopped" if error.exit_code == ExitCode.PREEMPTED else "error"
     sys.stderr.write(f"{label}: {printable(str(error))}\n")
     if as_json:
-        told: dict[str, object] = {"kind": type(error).__name__, "message": str(error), "exit_code": int(error.exit_code)}
+        content: dict[str, object] = {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "exit_code": int(error.exit_code),
+        }
         if isinstance(error, InputError):
             got = None if error.got is None else str(error.got)
-            told |= {"field": error.field, "got": got, "allowed": error.allowed, "remedy": error.remedy}
-        sys.stdout.write(json.dumps({"schema_version": 1, "error": told}) + "\n")
+            content |= {
+                "field": error.field,
+                "got": got,
+                "allowed": error.allowed,
+                "remedy": error.remedy,
+            }
+        sys.stdout.write(json.dumps({"schema_version": 1, "error": content}) + "\n")

@@ -1,4 +1,4 @@
-"""Options that several verbs share, so that they are spelled and explained alike."""
+"""Options that several verbs share."""
 
 from __future__ import annotations
 
@@ -9,21 +9,39 @@ from typing import Annotated
 
 import typer
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="The YAML recipe.", show_default=False)]
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="YAML recipe.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key, e.g. training.learning_rate=1e-4. Repeatable.", show_default=False
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a recipe key, e.g. training.learning_rate=1e-4. Repeatable.",
+        show_default=False,
     ),
 ]
-JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output; all else on standard error.")]
-ModelPath = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run folder, or a Hugging Face folder with config.json.", show_default=False)
+JsonOutput = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON object on standard output; all other output goes to standard error.",
+    ),
 ]
-CheckpointChoice = Annotated[str, typer.Option("--checkpoint", help="Of a run: latest, best, or the number of a step.")]
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="Run folder, or Hugging Face folder with config.json.",
+        show_default=False,
+    ),
+]
+CheckpointChoice = Annotated[
+    str, typer.Option("--checkpoint", help="Checkpoint of a run: latest, best, or a step number.")
+]
 
 
 def show_log() -> None:
-    """Show what the rooms log on standard error, for verbs that keep no log file."""
+    """Print the package's log on standard error, for verbs without a log file."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("shardwright").setLevel(logging.INFO)

@@ -1,4 +1,5 @@
-"""How verbs write files: text for other programs, and an HTML page beside what they print, whole or not at all."""
+"""Output files of verbs: text for other programs, and HTML pages, which are replaced
+atomically."""
 
 from __future__ import annotations
 
@@ -10,34 +11,50 @@ import typer
 from shardwright.errors import InputError
 
 HtmlOutput = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write the same as one self-contained page, too.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Also write the results as a self-contained HTML page.",
+        show_default=False,
+    ),
 ]
 
 
 def write_text(path: Path, text: str, *, option: str = "--out") -> None:
-    """Write a text file; names of files that are no UTF-8 get their own bytes back.
+    """Write a text file; file names that are not valid UTF-8 keep their original bytes.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8", errors="surrogateescape")
     except UnicodeEncodeError as error:
-        raise InputError(f"the text has a character that UTF-8 lacks: {error.reason}", field=option, got=str(path)) from error
+        raise InputError(
+            f"the text contains a character that UTF-8 cannot encode: {error.reason}",
+            field=option,
+            got=str(path),
+        ) from error
     except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", field=option, got=str(path)) from error
+        raise InputError(
+            f"cannot be written: {error.strerror}", field=option, got=str(path)
+        ) from error
 
 
 def write_page(path: Path, page: str, *, option: str = "--html") -> None:
-    """Put a page in its place.
+    """Write an HTML page atomically.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # lone surrogates of a name
+        partial.write_text(
+            page, encoding="utf-8", errors="backslashreplace"
+        )  # lone surrogates of a name
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise InputError(f"the page cannot be written: {error.strerror}", field=option, got=str(path)) from error
+        raise InputError(
+            f"the page cannot be written: {error.strerror}", field=option, got=str(path)
+        ) from error

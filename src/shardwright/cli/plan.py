@@ -1,4 +1,4 @@
-"""`shardwright plan`: the best layouts of a recipe on a cluster, what they cost, and why the others lose."""
+"""`shardwright plan`: rank the layouts of a recipe on a cluster by predicted speed."""
 
 from __future__ import annotations
 
@@ -26,46 +26,85 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 _MOST_DIGITS = 18
-"""Of a number of GPUs; int() refuses more than 4,300."""
+"""Digits of a GPU count; int() refuses more than 4,300."""
 
 
 ClusterText = Annotated[
     str,
     typer.Option(
-        "--cluster", metavar="GPUS", help="Devices of a node, e.g. 8xH100-80GB; a name that is not known lists those that are."
+        "--cluster",
+        metavar="GPUS",
+        help="Devices of a node, e.g. 8xH100-80GB; an unknown name lists the known ones.",
     ),
 ]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="How many such nodes.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
 LinkName = Annotated[
-    str | None, typer.Option("--link", help="Between nodes: ib400, eth100, ... Default: what is usual.", show_default=False)
+    str | None,
+    typer.Option(
+        "--link",
+        help="Link between nodes: ib400, eth100, ... Default: the usual link for the device.",
+        show_default=False,
+    ),
 ]
 ProfilePath = Annotated[
-    Path | None, typer.Option("--profile", help="Rates measured on the machine (doctor --calibrate).", show_default=False)
+    Path | None,
+    typer.Option(
+        "--profile", help="File of rates measured with doctor --calibrate.", show_default=False
+    ),
 ]
-Top = Annotated[int, typer.Option("--top", min=1, max=100, help="Layouts to show.")]
+Top = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
 GpuCounts = Annotated[
-    str | None, typer.Option("--gpus", metavar="N,N,...", help="How throughput grows with the number of GPUs.", show_default=False)
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="N,N,...",
+        help="Also predict throughput for these numbers of GPUs.",
+        show_default=False,
+    ),
 ]
 PrecisionName = Annotated[
-    str | None, typer.Option("--precision", help="Instead of the recipe's; fp8 and nvfp4 are predicted only.", show_default=False)
+    str | None,
+    typer.Option(
+        "--precision",
+        help="Precision instead of the recipe's; fp8 and nvfp4 are only predicted, not trained.",
+        show_default=False,
+    ),
 ]
 LoraRank = Annotated[
-    int | None, typer.Option("--lora", min=1, metavar="RANK", help="Train low-rank adapters only.", show_default=False)
+    int | None,
+    typer.Option(
+        "--lora",
+        min=1,
+        metavar="RANK",
+        help="Predict training of low-rank adapters of this rank.",
+        show_default=False,
+    ),
 ]
-Quantised = Annotated[bool, typer.Option("--quantised", help="With --lora: hold the frozen weights in NF4 (QLoRA).")]
+Quantised = Annotated[
+    bool, typer.Option("--quantised", help="With --lora: store the frozen weights in NF4 (QLoRA).")
+]
 Emit = Annotated[
     str | None,
     typer.Option(
         "--emit",
         metavar="SYSTEM",
-        help="Write the chosen layout for deepspeed, accelerate, torchtitan or megatron, in place of the table.",
+        help=(
+            "Write the chosen layout for deepspeed, accelerate, torchtitan or megatron, "
+            "instead of the table."
+        ),
         show_default=False,
     ),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="With --emit: write it there, below the table.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="With --emit: write to this file, and print the table too.",
+        show_default=False,
+    ),
 ]
-Explain = Annotated[bool, typer.Option("--explain", help="Say why, with the numbers behind it.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
 
 
 def plan_command(
@@ -86,64 +125,97 @@ def plan_command(
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Rank the layouts of a recipe by predicted tokens/s, with memory and time by part; nothing is started, no data is read."""
+    """Rank a recipe's layouts by predicted tokens/s, with memory and time by part.
+
+    Nothing is started and no data is read.
+    """
     started = time.perf_counter()
     _check_emit(emit, out)
-    checked = load_recipe(recipe, overrides or [])
-    # Imported here: the catalogue and the planner cost time that `--help` need not pay.
+    loaded_recipe = load_recipe(recipe, overrides or [])
+    # Imported here: the catalogue and the planner take time that `--help` does not need.
     from shardwright.hardware.load import parse_cluster
     from shardwright.hardware.profile import load_profile
     from shardwright.planner.answer import answer
 
-    where = parse_cluster(cluster, nodes=nodes, link=link, profile=None if profile is None else load_profile(profile))
-    adapter, counts = _adapter(lora, quantised), _counts(gpus)
-    found = answer(checked, where, top=top, precision=_precision(precision), adapter=adapter, gpu_counts=counts, explained=why)
+    target = parse_cluster(
+        cluster, nodes=nodes, link=link, profile=None if profile is None else load_profile(profile)
+    )
+    adapter = _adapter(lora, quantised)
+    gpu_counts = _counts(gpus)
+    result = answer(
+        loaded_recipe,
+        target,
+        top=top,
+        precision=_precision(precision),
+        adapter=adapter,
+        gpu_counts=gpu_counts,
+        explained=why,
+    )
     seconds = time.perf_counter() - started
     if html is not None:
         from shardwright.report.plans import render_plan
 
-        write_page(html, render_plan(checked.name, where, found))
-    written = None if emit is None or found.chosen is None else _emitted(emit, checked, found.chosen, where.num_nodes, out)
+        write_page(html, render_plan(loaded_recipe.name, target, result))
+    emitted = (
+        None
+        if emit is None or result.chosen is None
+        else _emitted(emit, loaded_recipe, result.chosen, target.num_nodes, out)
+    )
     if json_output:
-        told = {"schema_version": SCHEMA_VERSION} | _as_dict(found, checked, where) | {"emitted": written, "seconds": seconds}
-        sys.stdout.write(json.dumps(told) + "\n")
-        _warn(found)
-    elif written is not None and out is None:
-        if found.precision_reason is not None:
-            sys.stderr.write(f"precision auto: {found.precision_reason}\n")
-        sys.stdout.write(written["text"])
-        _warn(found)
+        content = (
+            {"schema_version": SCHEMA_VERSION}
+            | _as_dict(result, loaded_recipe, target)
+            | {"emitted": emitted, "seconds": seconds}
+        )
+        sys.stdout.write(json.dumps(content) + "\n")
+        _warn(result)
+    elif emitted is not None and out is None:
+        if result.precision_reason is not None:
+            sys.stderr.write(f"precision auto: {result.precision_reason}\n")
+        sys.stdout.write(emitted["text"])
+        _warn(result)
     else:
         from shardwright.cli.plan_table import show
 
-        show(found, checked, where, top=top, seconds=seconds)
-    if found.chosen is None:
+        show(result, loaded_recipe, target, top=top, seconds=seconds)
+    if result.chosen is None:
         raise LayoutError(
-            f"nothing fits on {where.name}" if found.effort.num_too_large else f"nothing can be cut over {where.name}",
+            f"no layout fits on {target.name}"
+            if result.effort.num_too_large
+            else f"no layout is possible on {target.name}",
             field="--cluster",
-            got=f"{where.num_gpus} GPUs of {where.accelerator.memory_bytes / 2**30:.0f} GiB",
-            remedy=found.remedy,
+            got=f"{target.num_gpus} GPUs of {target.accelerator.memory_bytes / 2**30:.0f} GiB",
+            remedy=result.remedy,
         )
 
 
 def _warn(found: Answer) -> None:
-    """Say on standard error that the chosen layout is tight; the table says it itself."""
+    """Print on standard error that the chosen layout is tight; the table contains the same
+    warning."""
     if found.chosen is not None and found.chosen.warning is not None:
         sys.stderr.write(f"warning: the chosen layout {found.chosen.warning}\n")
 
 
 def _check_emit(system: str | None, out: Path | None) -> None:
-    """Refuse a system that is not known before anything is planned."""
+    """Refuse an unknown system before planning starts."""
     if system is not None:
         from shardwright.interop.emit import check_system
 
         check_system(system)
     elif out is not None:
-        raise InputError("there is nothing to write", field="--out", got=str(out), remedy="Say for which system (--emit deepspeed)")
+        raise InputError(
+            "there is no configuration to write",
+            field="--out",
+            got=str(out),
+            remedy="Name the system, e.g. --emit deepspeed",
+        )
 
 
-def _emitted(system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, out: Path | None) -> dict[str, Any]:
-    """The chosen layout as another system's configuration; what that cannot say goes to standard error, too."""
+def _emitted(
+    system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, out: Path | None
+) -> dict[str, Any]:
+    """Return the chosen layout as another system's configuration; print its notes on standard
+    error."""
     from shardwright.config.adapters import AdapterSection, QuantizeKind
     from shardwright.config.training import PrecisionKind
     from shardwright.interop.emit import emit
@@ -152,20 +224,38 @@ def _emitted(system: str, recipe: Recipe, chosen: Prediction, num_nodes: int, ou
     from shardwright.planner.automatic import put_in
 
     candidate = chosen.candidate
-    settled = put_in(recipe, candidate)
+    resolved = put_in(recipe, candidate)
     if candidate.adapter is not None:
         quantize: QuantizeKind | None = "nf4" if candidate.adapter.quantised else None
-        settled = settled.model_copy(update={"adapters": AdapterSection(rank=candidate.adapter.rank, quantize=quantize)})
+        resolved = resolved.model_copy(
+            update={"adapters": AdapterSection(rank=candidate.adapter.rank, quantize=quantize)}
+        )
     if candidate.precision in get_args(PrecisionKind):
-        settled = settled.model_copy(update={"precision": settled.precision.model_copy(update={"kind": candidate.precision})})
+        resolved = resolved.model_copy(
+            update={
+                "precision": resolved.precision.model_copy(update={"kind": candidate.precision})
+            }
+        )
     else:
-        raise InputError("is predicted only", field="--precision", got=candidate.precision, remedy="Leave it out to --emit a plan")
-    told = emit(system, Subject(settled, resolve(settled, chosen.num_gpus), candidate.offload, num_nodes))
-    for note in told.notes:
+        raise InputError(
+            "can only be predicted, not trained",
+            field="--precision",
+            got=candidate.precision,
+            remedy="Remove it to use --emit",
+        )
+    emitted = emit(
+        system, Subject(resolved, resolve(resolved, chosen.num_gpus), candidate.offload, num_nodes)
+    )
+    for note in emitted.notes:
         sys.stderr.write(f"not expressed: {note}\n")
     if out is not None:
-        write_text(out, told.text)
-    return {"system": system, "text": told.text, "notes": list(told.notes), "out": None if out is None else str(out)}
+        write_text(out, emitted.text)
+    return {
+        "system": system,
+        "text": emitted.text,
+        "notes": list(emitted.notes),
+        "out": None if out is None else str(out),
+    }
 
 
 def _adapter(rank: int | None, quantised: bool) -> Adapter | None:
@@ -173,7 +263,11 @@ def _adapter(rank: int | None, quantised: bool) -> Adapter | None:
 
     if rank is None:
         if quantised:
-            raise InputError("frozen weights are what adapters leave", field="--quantised", remedy="Give --lora RANK with it")
+            raise InputError(
+                "only the frozen weights under adapters can be quantised",
+                field="--quantised",
+                remedy="Add --lora RANK",
+            )
         return None
     return Adapter(rank, quantised=quantised)
 
@@ -182,17 +276,23 @@ def _precision(text: str | None) -> Any:
     from shardwright.planner.candidate import Precision
 
     if text is not None and text not in get_args(Precision):
-        raise InputError("not a precision", field="--precision", got=text, allowed=", ".join(get_args(Precision)))
+        raise InputError(
+            "not a precision", field="--precision", got=text, allowed=", ".join(get_args(Precision))
+        )
     return text
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and len(word) <= _MOST_DIGITS and int(word) > 0 for word in words):
-        raise InputError("numbers of GPUs are wanted", field="--gpus", got=text, allowed="e.g. 8,16,32,64")
-    return tuple(sorted({int(word) for word in words}))
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(
+        number.isdecimal() and len(number) <= _MOST_DIGITS and int(number) > 0 for number in numbers
+    ):
+        raise InputError(
+            "expected numbers of GPUs", field="--gpus", got=text, allowed="e.g. 8,16,32,64"
+        )
+    return tuple(sorted({int(number) for number in numbers}))
 
 
 def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
@@ -201,11 +301,11 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     steps = recipe.training.max_steps
     chosen = found.chosen
 
-    def told(prediction: Any) -> dict[str, Any]:
-        told: dict[str, Any] = prediction.as_dict()
+    def describe(prediction: Any) -> dict[str, Any]:
+        fields: dict[str, Any] = prediction.as_dict()
         if steps is not None:
-            told |= {"days": prediction.days(steps), "gpu_hours": prediction.gpu_hours(steps)}
-        return told
+            fields |= {"days": prediction.days(steps), "gpu_hours": prediction.gpu_hours(steps)}
+        return fields
 
     return {
         "recipe": recipe.name,
@@ -216,11 +316,13 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
             "rates": cluster.rates,
         },
         "num_steps": steps,
-        "chosen": None if chosen is None else told(chosen),
+        "chosen": None if chosen is None else describe(chosen),
         "memory_error_share": MEMORY_ERROR_SHARE,
-        "warning": None if chosen is None or chosen.warning is None else f"the chosen layout {chosen.warning}",
-        "layouts": [told(prediction) for prediction in found.layouts],
-        "as_the_recipe_has_it": None if found.stated is None else told(found.stated),
+        "warning": None
+        if chosen is None or chosen.warning is None
+        else f"the chosen layout {chosen.warning}",
+        "layouts": [describe(prediction) for prediction in found.layouts],
+        "as_the_recipe_has_it": None if found.stated is None else describe(found.stated),
         "why_not_as_the_recipe_has_it": found.impossible,
         "rejected": [
             {
@@ -228,7 +330,7 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
                 "reason": rejection.reason,
                 "needed_bytes": rejection.needed_bytes,
                 "change": rejection.change,
-                "changed": None if rejection.changed is None else told(rejection.changed),
+                "changed": None if rejection.changed is None else describe(rejection.changed),
             }
             for rejection in found.rejections
         ],
@@ -236,7 +338,7 @@ def _as_dict(found: Answer, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
             {
                 "num_gpus": point.num_gpus,
                 "efficiency": point.efficiency,
-                "chosen": None if point.prediction is None else told(point.prediction),
+                "chosen": None if point.prediction is None else describe(point.prediction),
             }
             for point in found.points
         ],

@@ -1,4 +1,4 @@
-"""A plan as tables for people: layouts, where their memory and time go, what was rejected, how it grows."""
+"""Tables of a plan: layouts, their memory and time by part, rejected layouts, and scaling."""
 
 from __future__ import annotations
 
@@ -17,34 +17,75 @@ if TYPE_CHECKING:
     from shardwright.planner.answer import Answer
     from shardwright.planner.prediction import Prediction
 
-_MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "workspaces", "reserve")
-_SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspaces": "work", "tensor": "tp", "context": "cp"}
+_MEMORY = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "gathered",
+    "workspaces",
+    "reserve",
+)
+_SHORT = {
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "workspaces": "work",
+    "tensor": "tp",
+    "context": "cp",
+}
 _SHORT |= {"expert": "ep", "pipeline": "pp", "overhead": "other"}
-_TIME = ("compute", "tensor", "context", "expert", "pipeline", "data", "bubble", "optimizer", "reference", "overhead")
+_TIME = (
+    "compute",
+    "tensor",
+    "context",
+    "expert",
+    "pipeline",
+    "data",
+    "bubble",
+    "optimizer",
+    "reference",
+    "overhead",
+)
 _HIDDEN = ("hidden_tensor", "hidden_context", "hidden_expert", "hidden_pipeline", "hidden_data")
 
 
-def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: float, console: Console | None = None) -> None:
-    """Print everything that was found."""
+def show(
+    found: Answer,
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    top: int,
+    seconds: float,
+    console: Console | None = None,
+) -> None:
+    """Print the complete result."""
     console = console or open_console()
     shown = found.layouts or ((found.stated,) if found.stated else ())
     template = shown[0].candidate if shown else None
     batch = recipe.training.global_batch_size
-    told = f"{recipe.name} on {cluster.name}: {recipe.training.sequence_length:,} tokens a sequence"
-    told += f", {batch:,} sequences a step" if batch else ""
-    told += f", {template.precision}" if template is not None else ""
-    told += f" (precision auto: {found.precision_reason})" if found.precision_reason is not None else ""
+    length = recipe.training.sequence_length
+    headline = f"{recipe.name} on {cluster.name}: {length:,} tokens per sequence"
+    headline += f", {batch:,} sequences per step" if batch else ""
+    headline += f", {template.precision}" if template is not None else ""
+    if found.precision_reason is not None:
+        headline += f" (precision auto: {found.precision_reason})"
     if template is not None and template.adapter is not None:
-        told += f", LoRA of rank {template.adapter.rank}" + (" over NF4" if template.adapter.quantised else "")
-    console.print(told, highlight=False)
+        headline += f", LoRA rank {template.adapter.rank}" + (
+            " on NF4" if template.adapter.quantised else ""
+        )
+    console.print(headline, highlight=False)
     if cluster.profile is not None:
-        console.print(f"rates {cluster.rates}; what is not among them is the data sheet's", highlight=False)
+        console.print(f"rates {cluster.rates}; data sheets for all others", highlight=False)
     if found.layouts:
         _show_layouts(console, found, recipe)
         _show_parts(console, found, "memory per GPU, GiB", _memory_columns(found), _memory_row)
-        _show_parts(console, found, "seconds of a step", _time_columns(found), _time_row)
+        _show_parts(console, found, "time per step, seconds", _time_columns(found), _time_row)
     if found.impossible is not None:
-        console.print(f"\nnot as the recipe has it: {found.impossible}", highlight=False)
+        console.print(
+            f"\nthe recipe's own layout is not possible: {found.impossible}", highlight=False
+        )
     if found.rejections:
         _show_rejections(console, found)
     if found.points:
@@ -55,9 +96,14 @@ def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: 
             console.print(f"- {sentence}", highlight=False)
     effort = found.effort
     first = min(effort.num_proven, top)
-    proven = f"the first {first} of the table are proven best; " if first > 1 else "the first is proven best; " if first else ""
+    proven = ""
+    if first > 1:
+        proven = f"the first {first} are proven to be the fastest; "
+    elif first:
+        proven = "the first is proven to be the fastest; "
     console.print(
-        f"\n{effort.num_predicted:,} layouts predicted in full, {effort.num_too_large:,} left out for memory by their bounds; "
+        f"\n{effort.num_predicted:,} layouts predicted, "
+        f"{effort.num_too_large:,} excluded by a lower bound on their memory; "
         f"{proven}{format_seconds(seconds)}",
         style="dim",
         highlight=False,
@@ -66,7 +112,13 @@ def show(found: Answer, recipe: Recipe, cluster: Cluster, *, top: int, seconds: 
 
 def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
     steps = recipe.training.max_steps
-    table = Table(box=None, pad_edge=False, title="layouts that fit, fastest first", title_justify="left", title_style="bold")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        title="layouts that fit, fastest first",
+        title_justify="left",
+        title_style="bold",
+    )
     table.add_column("", justify="right")
     table.add_column("layout", overflow="fold", ratio=1)
     table.add_column("batch", justify="right")
@@ -83,26 +135,39 @@ def _show_layouts(console: Console, found: Answer, recipe: Recipe) -> None:
     console.print(table)
     if found.chosen is not None:
         chosen = found.chosen
-        where = "" if chosen is found.layouts[0] else ": of those within 3% of the fastest the one that is cut least"
+        reason = (
+            ""
+            if chosen is found.layouts[0]
+            else ": fewest shards among those within 3% of the fastest"
+        )
         if found.is_chosen_for_room:
-            where = f": the best with room for {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
-        console.print(f"chosen: {chosen.candidate.describe()}{where}", style="green", highlight=False)
+            reason = (
+                f": the best that fits with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
+            )
+        console.print(
+            f"chosen: {chosen.candidate.describe()}{reason}", style="green", highlight=False
+        )
         if chosen.warning is not None:
-            console.print(f"warning: the chosen layout {chosen.warning}", style="yellow", highlight=False)
+            console.print(
+                f"warning: the chosen layout {chosen.warning}", style="yellow", highlight=False
+            )
     if found.stated is not None:
-        told = "as the recipe has it" + ("" if found.stated.fits else ", which does not fit")
-        console.print(f"=: {told}", highlight=False)
+        text = "the recipe's own layout" + ("" if found.stated.fits else ", which does not fit")
+        console.print(f"=: {text}", highlight=False)
     if any(prediction.is_tight for _, prediction in _numbered(found)):
-        told = f"tight: fits, but not with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
-        console.print(told, highlight=False)
+        text = f"tight: fits, but not with {MEMORY_ERROR_SHARE:.0%} more memory than predicted"
+        console.print(text, highlight=False)
     if any(not prediction.candidate.runnable for prediction in found.layouts):
-        console.print("*: predicted only; `train` cannot run it", highlight=False)
+        console.print("*: prediction only; `train` does not support it", highlight=False)
 
 
 def _numbered(found: Answer) -> list[tuple[str, Prediction]]:
-    """The layouts by number; `+` is the chosen one where it is not among them, `=` what the recipe says."""
+    """Number the layouts: `+` is the chosen one if it is not in the list, `=` the recipe's
+    own."""
     rows = [(str(number), prediction) for number, prediction in enumerate(found.layouts, 1)]
-    if found.chosen is not None and not any(prediction is found.chosen for prediction in found.layouts):
+    if found.chosen is not None and not any(
+        prediction is found.chosen for prediction in found.layouts
+    ):
         rows.append(("+", found.chosen))
     return rows + ([("=", found.stated)] if found.stated is not None else [])
 
@@ -111,7 +176,10 @@ def _layout_row(number: str, prediction: Prediction, steps: int | None) -> list[
     candidate = prediction.candidate
     batch = f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}"
     cells = [number, candidate.describe() + _mark(prediction), batch, candidate.recompute]
-    cells += [format_count(prediction.tokens_per_second), f"{prediction.model_flops_utilisation:.1%}"]
+    cells += [
+        format_count(prediction.tokens_per_second),
+        f"{prediction.model_flops_utilisation:.1%}",
+    ]
     cells += [format_seconds(prediction.time.step), f"{prediction.memory.total / GIB_BYTES:.1f}"]
     if steps is not None:
         cells += [f"{prediction.days(steps):.3g}", format_count(prediction.gpu_hours(steps))]
@@ -119,17 +187,25 @@ def _layout_row(number: str, prediction: Prediction, steps: int | None) -> list[
 
 
 def _mark(prediction: Prediction) -> str:
-    return ("" if prediction.candidate.runnable else " *") + (" (tight)" if prediction.is_tight else "")
+    return ("" if prediction.candidate.runnable else " *") + (
+        " (tight)" if prediction.is_tight else ""
+    )
 
 
-def _show_parts(console: Console, found: Answer, title: str, columns: list[str], row: object) -> None:
+def _show_parts(
+    console: Console, found: Answer, title: str, columns: list[str], row: object
+) -> None:
     assert callable(row)
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("", justify="right")
     for column in columns:
         table.add_column(_SHORT.get(column, column), justify="right", no_wrap=True)
     for number, prediction in _numbered(found):
-        table.add_row(number, *row(prediction, columns), style="bold green" if prediction is found.chosen else None)
+        table.add_row(
+            number,
+            *row(prediction, columns),
+            style="bold green" if prediction is found.chosen else None,
+        )
     console.print()
     console.print(table)
 
@@ -141,15 +217,19 @@ def _memory_columns(found: Answer) -> list[str]:
 def _memory_row(prediction: Prediction, columns: list[str]) -> list[str]:
     memory = prediction.memory
     values = {name: float(getattr(memory, name)) for name in columns}
-    values["workspaces"] += memory.driver  # the driver's share is a workspace to the reader
+    values["workspaces"] += memory.driver  # shown together: both are overhead
     return [f"{values[name] / GIB_BYTES:.1f}" for name in columns]
 
 
 def _time_columns(found: Answer) -> list[str]:
-    """Parts that any layout shown has."""
-    everything = [*found.layouts, *([found.stated] if found.stated else [])]
-    used = [name for name in _TIME if any(getattr(prediction.time, name) > 5e-4 for prediction in everything)]
-    return [*used, "hidden"]
+    """Return the parts that take time in at least one of the layouts."""
+    predictions = [*found.layouts, *([found.stated] if found.stated else [])]
+    names = [
+        name
+        for name in _TIME
+        if any(getattr(prediction.time, name) > 5e-4 for prediction in predictions)
+    ]
+    return [*names, "hidden"]
 
 
 def _time_row(prediction: Prediction, columns: list[str]) -> list[str]:
@@ -164,16 +244,28 @@ def _show_rejections(console: Console, found: Answer) -> None:
         console.print(f"- {rejection.name}: {rejection.reason}", highlight=False)
         if rejection.changed is not None:
             changed = rejection.changed
-            size, speed = format_bytes(changed.memory.total), format_count(changed.tokens_per_second)
-            console.print(f"    fits with {rejection.change}: {size}, {speed} tokens/s", highlight=False)
+            size = format_bytes(changed.memory.total)
+            speed = format_count(changed.tokens_per_second)
+            console.print(
+                f"    fits with {rejection.change}: {size}, {speed} tokens/s", highlight=False
+            )
         elif rejection.needed_bytes is not None:
-            console.print("    no change of recompute, micro batch, zero stage or offload makes it fit", highlight=False)
+            console.print(
+                "    does not fit with any recompute, micro-batch size, zero_stage or offload",
+                highlight=False,
+            )
 
 
 def _show_growth(console: Console, found: Answer) -> None:
     from shardwright.planner.scaling import flattens_at
 
-    table = Table(box=None, pad_edge=False, title="growth at the same global batch", title_justify="left", title_style="bold")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        title="scaling at the same global batch",
+        title_justify="left",
+        title_style="bold",
+    )
     table.add_column("GPUs", justify="right")
     table.add_column("layout", overflow="fold", ratio=1)
     for name in ("tok/s", "per GPU", "efficiency", "MFU"):
@@ -181,7 +273,7 @@ def _show_growth(console: Console, found: Answer) -> None:
     for point in found.points:
         prediction = point.prediction
         if prediction is None or point.efficiency is None:
-            table.add_row(str(point.num_gpus), "nothing fits", "", "", "", "")
+            table.add_row(str(point.num_gpus), "no layout fits", "", "", "", "")
             continue
         table.add_row(
             f"{point.num_gpus:,}",
@@ -193,6 +285,10 @@ def _show_growth(console: Console, found: Answer) -> None:
         )
     console.print()
     console.print(table)
-    flat = flattens_at(list(found.points))
-    if flat is not None:
-        console.print(f"flat beyond {flat:,} GPUs: more bring less than half of what they should", highlight=False)
+    limit = flattens_at(list(found.points))
+    if limit is not None:
+        console.print(
+            f"scaling is poor beyond {limit:,} GPUs: "
+            "more yield less than half of the ideal speedup",
+            highlight=False,
+        )

@@ -1,4 +1,4 @@
-"""`shardwright predict`: the planner held to measurements that others published."""
+"""`shardwright predict`: compare the planner with published measurements."""
 
 from __future__ import annotations
 
@@ -17,23 +17,32 @@ from shardwright.errors import DataError, InputError
 Measurements = Annotated[
     Path,
     typer.Option(
-        "--measurements", metavar="FILE.csv", help="Rows of configurations; results in it are not read.", show_default=False
+        "--measurements",
+        metavar="FILE.csv",
+        help="Table of configurations; columns with results are not read.",
+        show_default=False,
     ),
 ]
 Out = Annotated[
-    Path, typer.Option("--out", metavar="FILE.csv", help="Where id, pred_tok, pred_mem and fits are written.", show_default=False)
+    Path,
+    typer.Option(
+        "--out",
+        metavar="FILE.csv",
+        help="Output table with id, pred_tok, pred_mem and fits.",
+        show_default=False,
+    ),
 ]
 
 _SHOWN_IDS = 5
-"""Rows that are named for each reason; `--json` has all of them."""
+"""Row ids listed per reason; `--json` lists all of them."""
 
 
 def predict_command(measurements: Measurements, out: Out, as_json: JsonOutput = False) -> None:
-    """Predict tokens/s per GPU, memory per GPU and whether it fits, for every row of a table of measurements.
+    """Predict tokens/s and memory per GPU, and whether it fits, for every row of a table.
 
-    A row that cannot be predicted stays empty in the output and is named at the end, with the reason; all others are predicted.
+    Rows that cannot be predicted stay empty in the output and are listed with the reason.
     """
-    # Imported here: the catalogue and numpy cost time that `--help` need not pay.
+    # Imported here: the catalogue and numpy take time that `--help` does not need.
     from shardwright.planner.measurements import configuration, read_case, read_rows
     from shardwright.planner.published import predict_row
 
@@ -50,28 +59,42 @@ def predict_command(measurements: Measurements, out: Out, as_json: JsonOutput = 
                     refused.setdefault(str(error), []).append(row["id"])
                     table.writerow({"id": row["id"]})
     except OSError as error:
-        raise DataError(f"the predictions cannot be written: {error.strerror}", field="--out", got=out) from error
+        raise DataError(
+            f"the predictions cannot be written: {error.strerror}", field="--out", got=out
+        ) from error
     _tell(len(rows), refused, out, as_json)
 
 
 def _tell(num_rows: int, refused: Mapping[str, list[str]], out: Path, as_json: bool) -> None:
-    """How many rows were predicted, and of the others, by reason, which.
+    """Print the number of predicted rows, and the others by reason.
 
     Raises:
-        DataError: not one could be.
+        DataError: no row could be predicted.
     """
     skipped = sum(map(len, refused.values()))
     for reason, ids in sorted(refused.items(), key=lambda item: -len(item[1])):
         more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
         rows = "1 row" if len(ids) == 1 else f"{len(ids)} rows"
         sys.stderr.write(f"{rows} not predicted ({', '.join(ids[:_SHOWN_IDS])}{more}): {reason}\n")
-    words = f"{num_rows - skipped} rows predicted" + (f", {skipped} not" if skipped else "") + f": {out}"
-    (sys.stderr if as_json else sys.stdout).write(words + "\n")
+    summary = (
+        f"{num_rows - skipped} rows predicted"
+        + (f", {skipped} not" if skipped else "")
+        + f": {out}"
+    )
+    (sys.stderr if as_json else sys.stdout).write(summary + "\n")
     if as_json:
-        told = [{"reason": reason, "ids": ids} for reason, ids in refused.items()]
-        answer = {
-            "schema_version": 1, "predicted": num_rows - skipped, "not_predicted": skipped, "out": str(out), "refused": told,
-        }  # fmt: skip
-        sys.stdout.write(json.dumps(answer) + "\n")
+        reasons = [{"reason": reason, "ids": ids} for reason, ids in refused.items()]
+        content = {
+            "schema_version": 1,
+            "predicted": num_rows - skipped,
+            "not_predicted": skipped,
+            "out": str(out),
+            "refused": reasons,
+        }
+        sys.stdout.write(json.dumps(content) + "\n")
     if num_rows and skipped == num_rows:
-        raise DataError("none of the rows can be predicted", field="--measurements", remedy="The reasons stand above")
+        raise DataError(
+            "none of the rows can be predicted",
+            field="--measurements",
+            remedy="See the reasons above",
+        )

@@ -1,4 +1,4 @@
-"""A bar for what is read and tokenised before a run."""
+"""Progress bar for reading and tokenising data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from shardwright.cli.console import open_console
 from shardwright.data.prepare import Progress as OnProgress
@@ -14,16 +21,22 @@ from shardwright.data.prepare import Progress as OnProgress
 
 @contextmanager
 def data_progress() -> Iterator[OnProgress]:
-    """Show a bar on standard error while data are read and tokenised; nothing when the cache has them, or off a terminal.
+    """Show a progress bar on standard error while data is read and tokenised.
 
-    Warnings that are logged meanwhile are shown afterwards, where they do not break the bar.
+    Nothing is shown if the data is cached or if standard error is not a terminal. Log warnings
+    are held back until the bar is removed.
     """
-    columns = (TextColumn("{task.description:28}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:28}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     console = open_console(stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: dict[str, TaskID] = {}
 
-    def tell(stage: str, done: int, total: int) -> None:
+    def update(stage: str, done: int, total: int) -> None:
         if not tasks:
             bar.start()
         if stage not in tasks:
@@ -32,23 +45,24 @@ def data_progress() -> Iterator[OnProgress]:
             tasks[stage] = bar.add_task(stage, total=max(1, total))
         bar.update(tasks[stage], completed=done)
 
-    log = logging.getLogger("shardwright.data")
-    held = _Held(logging.WARNING)
-    log.addHandler(held)
-    propagates, log.propagate = log.propagate, False
+    data_logger = logging.getLogger("shardwright.data")
+    buffer = _Held(logging.WARNING)
+    data_logger.addHandler(buffer)
+    propagates = data_logger.propagate
+    data_logger.propagate = False
     try:
-        yield tell
+        yield update
     finally:
-        log.removeHandler(held)
-        log.propagate = propagates
+        data_logger.removeHandler(buffer)
+        data_logger.propagate = propagates
         if tasks:
             bar.stop()
-        for record in held.records:
+        for record in buffer.records:
             logging.getLogger(record.name).handle(record)
 
 
 class _Held(logging.Handler):
-    """Keeps records for later."""
+    """Log handler that stores records."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)

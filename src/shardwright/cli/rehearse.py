@@ -1,4 +1,4 @@
-"""`shardwright rehearse`: the real training step of a layout on devices that do not exist."""
+"""`shardwright rehearse`: run a layout's training step on fake devices."""
 
 from __future__ import annotations
 
@@ -28,39 +28,67 @@ _LINES_AT_PEAK = 12
 
 def rehearse_command(
     recipe: RecipePath,
-    world_size: Annotated[int, typer.Option("--world-size", min=1, max=16384, help="Ranks of the layout.")],
+    world_size: Annotated[
+        int, typer.Option("--world-size", min=1, max=16384, help="Number of ranks.")
+    ],
     layout: Annotated[
-        str | None, typer.Option("--layout", metavar="DEGREES", help="Instead of the recipe's, e.g. tp=8,pp=4.", show_default=False)
+        str | None,
+        typer.Option(
+            "--layout",
+            metavar="DEGREES",
+            help="Change the recipe's layout, e.g. tp=8,pp=4.",
+            show_default=False,
+        ),
     ] = None,
     overrides: Overrides = None,
     each_rank: Annotated[
-        bool, typer.Option("--each-rank", help="Run every rank, not one of each role (the default up to 8 ranks).")
+        bool,
+        typer.Option(
+            "--each-rank", help="Run every rank instead of one per role (default up to 8 ranks)."
+        ),
     ] = False,
-    collectives: Annotated[bool, typer.Option("--collectives", help="List every collective of every role, in order.")] = False,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="List all collectives of every role, in order.")
+    ] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """Run one real optimizer step of each role on tensors without memory: peak bytes, every collective, and whether they meet."""
-    settings = [f"layout.{key}={json.dumps(value)}" for key, value in parse_layout(layout).items()] if layout else []
-    checked = load_recipe(recipe, [*(overrides or []), *settings])
+    """Run one optimizer step per role on fake tensors: peak memory and all collectives.
+
+    Exit code 1 if the ranks' collectives do not match.
+    """
+    settings = (
+        [f"layout.{key}={json.dumps(value)}" for key, value in parse_layout(layout).items()]
+        if layout
+        else []
+    )
+    loaded_recipe = load_recipe(recipe, [*(overrides or []), *settings])
     from shardwright.cli.console import open_console
 
     console = open_console(stderr=json_output)
-    result = rehearse_and_show(checked, world_size, console, each_rank=each_rank, list_all=collectives)
+    result = rehearse_and_show(
+        loaded_recipe, world_size, console, each_rank=each_rank, list_all=collectives
+    )
     if json_output:
         sys.stdout.write(json.dumps(result.as_dict()) + "\n")
     if result.disagreement is not None:
         if json_output:
             raise typer.Exit(ExitCode.CHECK_FAILED)
-        raise CheckFailed(f"ranks disagree: {result.disagreement}")
+        raise CheckFailed(f"the ranks' collectives do not match: {result.disagreement}")
 
 
 def rehearse_and_show(
-    checked: Recipe, world_size: int, console: Console, *, each_rank: bool = False, list_all: bool = False
+    checked: Recipe,
+    world_size: int,
+    console: Console,
+    *,
+    each_rank: bool = False,
+    list_all: bool = False,
 ) -> Rehearsal:
-    """Rehearse a recipe on so many ranks, and print what it takes."""
-    shape, (layout, batch) = shape_of(checked), resolve_degrees(checked, world_size)
+    """Rehearse a recipe on `world_size` ranks and print its memory and collectives."""
+    shape = shape_of(checked)
+    layout, batch = resolve_degrees(checked, world_size)
     check(shape, layout, batch.sequence_length)
-    # Torch comes in only now: a wrong recipe is told at once.
+    # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.rehearse.run import rehearse
     from shardwright.train.automatic import choose_planned_precision
 
@@ -74,7 +102,9 @@ def rehearse_and_show(
             shape,
             plan,
             each_rank=each_rank or None,
-            told=lambda report: status.update(f"rehearsed rank {report.rank} in {report.seconds:.0f} s"),
+            told=lambda report: status.update(
+                f"rehearsed rank {report.rank} in {report.seconds:.0f} s"
+            ),
         )
     _show(result, console, list_all=list_all)
     return result
@@ -85,42 +115,94 @@ def _show(result: Rehearsal, console: Console, *, list_all: bool) -> None:
 
     layout = result.plan.layout
     console.print(f"{layout} on {layout.world_size} ranks", highlight=False)
-    heads = ("rank", "stage", "stands for", "weights", "gradients", "optimizer", "peak", "collectives")
-    table = Table(*(Column(head, justify="right", no_wrap=True) for head in heads), box=None, pad_edge=False)
+    headers = (
+        "rank",
+        "stage",
+        "role size",
+        "weights",
+        "gradients",
+        "optimizer",
+        "peak",
+        "collectives",
+    )
+    table = Table(
+        *(Column(head, justify="right", no_wrap=True) for head in headers), box=None, pad_edge=False
+    )
     for role, report in zip(result.roles, result.reports, strict=True):
-        sizes = (report.weights_bytes, report.gradients_bytes, report.optimizer_bytes, report.peak_bytes)
+        sizes = (
+            report.weights_bytes,
+            report.gradients_bytes,
+            report.optimizer_bytes,
+            report.peak_bytes,
+        )
         table.add_row(
-            str(role.rank), str(role.stage), str(len(role.ranks)), *map(format_bytes, sizes), str(len(report.collectives))
+            str(role.rank),
+            str(role.stage),
+            str(len(role.ranks)),
+            *map(format_bytes, sizes),
+            str(len(report.collectives)),
         )
     console.print(table)
     worst = max(result.reports, key=lambda report: report.peak_bytes)
     _show_peak(worst, console)
     _show_traffic(result, worst, console)
     for line in result.assumptions:
-        console.print(f"taken for granted: {line}", highlight=False)
+        console.print(f"assumption: {line}", highlight=False)
     for report in result.reports if list_all else ():
         console.print(f"rank {report.rank}")
-        for place, call in enumerate(report.collectives):
-            where = f"with rank {call.peer}" if call.peer is not None else f"over {result.axis_of(report, call.ranks)} {call.ranks}"
-            console.print(f"  {place:5} {call.kind:14} {format_bytes(call.num_bytes):>10} {call.dtype:9} {where}", highlight=False)
+        for position, call in enumerate(report.collectives):
+            where = (
+                f"with rank {call.peer}"
+                if call.peer is not None
+                else f"over {result.axis_of(report, call.ranks)} {call.ranks}"
+            )
+            console.print(
+                f"  {position:5} {call.kind:14} {format_bytes(call.num_bytes):>10} "
+                f"{call.dtype:9} {where}",
+                highlight=False,
+            )
     if result.disagreement is None:
-        console.print("all collectives meet: same order, same sizes, every send has its receive", highlight=False)
+        console.print(
+            "all collectives match: same order, same sizes, every send has a receive",
+            highlight=False,
+        )
 
 
 def _show_peak(report: RankReport, console: Console) -> None:
     from rich.table import Table
 
     table = Table(
-        "bytes", "tensors", "made in", "by", "at", title=f"\nwhat lives at the peak of rank {report.rank}", box=None, pad_edge=False
+        "bytes",
+        "tensors",
+        "allocated in",
+        "by",
+        "at",
+        title=f"\nmemory at the peak of rank {report.rank}",
+        box=None,
+        pad_edge=False,
     )
-    table.title_justify, table.title_style = "left", "bold"
-    table.columns[3].overflow = table.columns[4].overflow = "fold"
+    table.title_justify = "left"
+    table.title_style = "bold"
+    table.columns[3].overflow = "fold"
+    table.columns[4].overflow = "fold"
     for part in report.contributions[:_LINES_AT_PEAK]:
         origin = part.origin
-        table.add_row(format_bytes(part.num_bytes), str(part.num_tensors), origin.kind, origin.operator, origin.line)
+        table.add_row(
+            format_bytes(part.num_bytes),
+            str(part.num_tensors),
+            origin.kind,
+            origin.operator,
+            origin.line,
+        )
     rest = report.contributions[_LINES_AT_PEAK:]
     if rest:
-        table.add_row(format_bytes(sum(p.num_bytes for p in rest)), str(sum(p.num_tensors for p in rest)), "other", "", "")
+        table.add_row(
+            format_bytes(sum(p.num_bytes for p in rest)),
+            str(sum(p.num_tensors for p in rest)),
+            "other",
+            "",
+            "",
+        )
     console.print(table)
 
 
@@ -130,9 +212,15 @@ def _show_traffic(result: Rehearsal, report: RankReport, console: Console) -> No
     traffic = result.traffic(report)
     if not traffic:
         return
-    heads = ("over", "collective", "calls", "sent")
-    table = Table(*heads, title=f"\ntraffic of rank {report.rank} in one step", box=None, pad_edge=False)
-    table.title_justify, table.title_style = "left", "bold"
+    headers = ("over", "collective", "calls", "sent")
+    table = Table(
+        *headers,
+        title=f"\ncommunication of rank {report.rank} in one step",
+        box=None,
+        pad_edge=False,
+    )
+    table.title_justify = "left"
+    table.title_style = "bold"
     for (axis, kind), (calls, sent) in sorted(traffic.items(), key=lambda item: -item[1][1]):
         table.add_row(axis, kind, str(calls), format_bytes(sent))
     console.print(table)

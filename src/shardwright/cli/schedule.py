@@ -1,4 +1,5 @@
-"""`shardwright schedule`: a pipeline schedule proven, measured against its bubble, and drawn. Needs no model and no torch."""
+"""`shardwright schedule`: check, simulate and draw a pipeline schedule. Needs no model, no
+torch."""
 
 from __future__ import annotations
 
@@ -19,39 +20,63 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 _MOST_PASSES = 500_000
-"""Forward passes of a schedule, over all stages: as many take about a minute."""
+"""Maximum number of forward passes over all stages; this many take about a minute."""
 
 Subject = Annotated[
     str,
     typer.Argument(
         metavar="NAME|FILE",
-        help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, or a file with a row of actions per rank.",
+        help=(
+            "gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, "
+            "or a file with one row of actions per rank."
+        ),
         show_default=False,
     ),
 ]
 Stages = Annotated[
     int | None,
     typer.Option(
-        "--stages", min=1, help="Ranks of the pipeline, for a name; each holds one stage, two or several.", show_default=False
+        "--stages",
+        min=1,
+        help="Ranks of the pipeline, for a NAME; each has one or more stages.",
+        show_default=False,
     ),
 ]
 MicroBatches = Annotated[
-    int | None, typer.Option("--micro-batches", min=1, help="Micro-batches of a step, for a name.", show_default=False)
+    int | None,
+    typer.Option(
+        "--micro-batches", min=1, help="Micro-batches per step, for a NAME.", show_default=False
+    ),
 ]
 VirtualStages = Annotated[
     int | None,
-    typer.Option("--virtual-stages", min=1, help="Stages on each rank, for interleaved_1f1b; default 2.", show_default=False),
+    typer.Option(
+        "--virtual-stages",
+        min=1,
+        help="Stages per rank, for interleaved_1f1b; default 2.",
+        show_default=False,
+    ),
 ]
 GivenTimes = Annotated[
     str,
     typer.Option(
         "--times",
         metavar="F,I,W[,SEND]",
-        help="Time of a rank's forward, input gradients and weight gradients for a micro-batch, and of a message between ranks.",
+        help=(
+            "Times per micro-batch on one rank: forward, input gradients, "
+            "weight gradients; and per message."
+        ),
     ),
 ]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it there too.", show_default=False)]
-AsText = Annotated[bool, typer.Option("--text", help="Print the actions, in the form that FILE takes, and nothing else.")]
+Svg = Annotated[
+    Path | None,
+    typer.Option(
+        "--svg", metavar="FILE", help="Also draw the schedule to this SVG file.", show_default=False
+    ),
+]
+AsText = Annotated[
+    bool, typer.Option("--text", help="Print only the actions, in the format of FILE.")
+]
 
 
 def schedule_command(
@@ -65,23 +90,38 @@ def schedule_command(
     text: AsText = False,
     as_json: JsonOutput = False,
 ) -> None:
-    """Prove a pipeline schedule complete and free of deadlock, and show its bubble, its activations and its picture."""
-    from shardwright.schedule import FAMILIES, build_schedule, check, read_file, simulate, write_schedule
+    """Prove that a pipeline schedule is complete and free of deadlocks; show bubble and
+    activations."""
+    from shardwright.schedule import (
+        FAMILIES,
+        build_schedule,
+        check,
+        read_file,
+        simulate,
+        write_schedule,
+    )
     from shardwright.schedule.svg import draw_svg
 
     if text and as_json:
-        raise ScheduleError("each is all of standard output", field="--text", remedy="Give --text or --json")
+        raise ScheduleError(
+            "--text and --json both use standard output",
+            field="--text",
+            remedy="Remove one of them",
+        )
     if name in FAMILIES:
         if stages is None or micro_batches is None:
             raise ScheduleError(
-                f"{name} needs --stages and --micro-batches", field="schedule", remedy="Say --stages 4 --micro-batches 8"
+                f"{name} needs --stages and --micro-batches",
+                field="schedule",
+                remedy="Add e.g. --stages 4 --micro-batches 8",
             )
         _check_size(stages, micro_batches, virtual_stages)
         schedule = build_schedule(name, stages, micro_batches, virtual_stages)
     else:
         schedule = read_file(name)
         _check_agrees(schedule, stages, micro_batches, virtual_stages)
-    proof, timeline = check(schedule), simulate(schedule, _read_times(times, schedule))
+    proof = check(schedule)
+    timeline = simulate(schedule, _read_times(times, schedule))
     if svg is not None:
         write_text(svg, draw_svg(timeline), option="--svg")
     if html is not None:
@@ -97,50 +137,70 @@ def schedule_command(
 
 
 def _check_size(stages: int, micro_batches: int, virtual_stages: int | None) -> None:
-    """Refuse a schedule that would take minutes to build and prove."""
+    """Refuse a schedule that would take minutes to build and check."""
     passes = stages * micro_batches * (virtual_stages or 1)
     if passes > _MOST_PASSES:
         raise ScheduleError(
-            "too large to build and prove here",
+            "too large to build and check",
             field="--stages x --micro-batches x --virtual-stages",
             got=f"{passes:,}",
             allowed=f"at most {_MOST_PASSES:,}",
-            remedy="Its shape shows with fewer micro-batches as well",
+            remedy="Use fewer micro-batches; the schedule looks the same",
         )
 
 
-def _check_agrees(schedule: Schedule, stages: int | None, micro_batches: int | None, virtual_stages: int | None) -> None:
+def _check_agrees(
+    schedule: Schedule, stages: int | None, micro_batches: int | None, virtual_stages: int | None
+) -> None:
     per_rank = schedule.num_stages / schedule.num_ranks
-    for option, got, written in (
+    for option, got, expected in (
         ("--stages", stages, schedule.num_ranks),
         ("--micro-batches", micro_batches, schedule.num_micro_batches),
         ("--virtual-stages", virtual_stages, per_rank),
     ):
-        if got is not None and got != written:
+        if got is not None and got != expected:
             raise ScheduleError(
-                f"{schedule.name} is written for {written:g}", field=option, got=got, allowed=f"{written:g}", remedy="Leave it out"
+                f"{schedule.name} has {expected:g}",
+                field=option,
+                got=got,
+                allowed=f"{expected:g}",
+                remedy="Remove it",
             )
 
 
 def _read_times(text: str, schedule: Schedule) -> Times:
-    """Times of a rank's whole share of the model; its stages take equal parts of them."""
+    """Parse times of a rank's whole share of the model; its stages take equal parts of them."""
     from shardwright.schedule import Times
 
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (3, 4) or not all(number == 0 or 1e-9 <= number <= 1e9 for number in numbers) or not sum(numbers[:3]):
+    if (
+        len(numbers) not in (3, 4)
+        or not all(number == 0 or 1e-9 <= number <= 1e9 for number in numbers)
+        or not sum(numbers[:3])
+    ):
         raise ScheduleError(
-            "three or four numbers, 0 or from 1e-9 to 1e9", field="--times", got=text, allowed="F,I,W or F,I,W,SEND: 1,1,1,0.1"
+            "expected three or four numbers, each 0 or from 1e-9 to 1e9",
+            field="--times",
+            got=text,
+            allowed="F,I,W or F,I,W,SEND: 1,1,1,0.1",
         )
     share = schedule.num_ranks / schedule.num_stages
     forward, inputs, weights = (number * share for number in numbers[:3])
-    return Times.uniform(schedule.num_stages, forward, inputs, weights, transfer=numbers[3] if len(numbers) == 4 else 0.0)
+    return Times.uniform(
+        schedule.num_stages,
+        forward,
+        inputs,
+        weights,
+        transfer=numbers[3] if len(numbers) == 4 else 0.0,
+    )
 
 
 def _as_dict(schedule: Schedule, proof: Proof, timeline: Timeline) -> dict[str, Any]:
-    p, m = schedule.num_ranks, schedule.num_micro_batches
+    p = schedule.num_ranks
+    m = schedule.num_micro_batches
     return {
         "schema_version": SCHEMA_VERSION,
         "name": schedule.name,
@@ -159,10 +219,12 @@ def _as_dict(schedule: Schedule, proof: Proof, timeline: Timeline) -> dict[str, 
 
 
 def _show(schedule: Schedule, proof: Proof, timeline: Timeline, *, drawn: bool) -> None:
-    """Picture and numbers on standard output, or, beside JSON, the warning alone on standard error."""
+    """Print drawing and numbers on standard output; beside JSON, only the warning on standard
+    error."""
     from shardwright.cli.console import open_console
 
-    p, m = schedule.num_ranks, schedule.num_micro_batches
+    p = schedule.num_ranks
+    m = schedule.num_micro_batches
     console = open_console(stderr=not drawn, highlight=False)
     if drawn:
         from shardwright.schedule.drawing import draw
@@ -170,21 +232,32 @@ def _show(schedule: Schedule, proof: Proof, timeline: Timeline, *, drawn: bool) 
         console.print(f"{schedule}: complete, in order, no deadlock")
         console.print(draw(timeline, console.width), soft_wrap=True, end="")
         lines = [
-            ("utilisation", f"{timeline.utilisation:.1%}; m / (m + p - 1) = {m} / {m + p - 1} = {m / (m + p - 1):.1%}"),
-            ("bubble", f"{timeline.bubble:.1%} of the time that computing takes"),
+            (
+                "utilisation",
+                f"{timeline.utilisation:.1%}; "
+                f"m / (m + p - 1) = {m} / {m + p - 1} = {m / (m + p - 1):.1%}",
+            ),
+            ("bubble", f"{timeline.bubble:.1%} of the computation time"),
             (
                 "step",
-                f"{timeline.step_seconds:g} units of time, {timeline.step_seconds * timeline.utilisation:g} of them computing",
+                f"{timeline.step_seconds:g} units of time, "
+                f"{timeline.step_seconds * timeline.utilisation:g} of them computation",
             ),
-            ("activations", f"at most {' '.join(map(str, proof.peak_activations))} on ranks 0 to {p - 1}, {_unit_of(schedule)}"),
-            ("messages", f"{proof.num_transfers} a step"),
+            (
+                "activations",
+                f"at most {' '.join(map(str, proof.peak_activations))} on ranks 0 to "
+                f"{p - 1}, {_unit_of(schedule)}",
+            ),
+            ("messages", f"{proof.num_transfers} per step"),
         ]
-        for what, told in lines:
-            console.print(f"{what:<12} {told}", soft_wrap=True)
+        for label, text in lines:
+            console.print(f"{label:<12} {text}", soft_wrap=True)
     if (warning := schedule.warning()) is not None:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
 
 
 def _unit_of(schedule: Schedule) -> str:
     share = schedule.num_stages // schedule.num_ranks
-    return "in micro-batches" if share == 1 else f"in micro-batches x stages ({share} stages a rank)"
+    return (
+        "in micro-batches" if share == 1 else f"in micro-batches x stages ({share} stages per rank)"
+    )

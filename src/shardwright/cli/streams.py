@@ -1,4 +1,4 @@
-"""Text that others wrote, on standard output and error: it steers no terminal and needs no encoding that the stream lacks."""
+"""Safe output of arbitrary text: control characters and unencodable characters are escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    r"""Replace control characters except tab and line feed by their pictures.
+    r"""Replace control characters except tab and line feed by their Unicode pictures.
 
     >>> printable("a\x1b[2Jb\n")
     'a␛[2Jb\n'
@@ -27,7 +27,8 @@ def _picture(control: re.Match[str]) -> str:
 
 
 def escape_unencodable() -> None:
-    r"""Let both streams write what their encoding lacks as `\udc80` instead of raising UnicodeEncodeError."""
+    r"""Write characters that a stream cannot encode as `\udc80` instead of raising
+    UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,6 +1,7 @@
-"""The verbs, in the order of --help: what each says of itself, and where it lives.
+"""Table of the verbs, in the order of --help.
 
-A verb's module is imported when the verb is called, so that `shardwright --help` answers at once.
+A verb's module is imported when the verb is called, so that `shardwright --help` answers at
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import typer
 
 @dataclass(frozen=True)
 class Verb:
-    """`load` imports the verb's function, or its group of verbs."""
+    """A verb: its summary, and a function that imports its command or group of commands."""
 
     summary: str
     load: Callable[[], Callable[..., Any] | typer.Typer]
@@ -129,22 +130,22 @@ def _predict() -> Callable[..., Any]:
 
 
 VERBS = {
-    "data": Verb("Show what the model will see, before any rank starts.", _data),
-    "plan": Verb("Rank a recipe's layouts on a cluster before anybody pays.", _plan),
-    "doctor": Verb("Examine devices, links and hosts before a long run.", _doctor),
-    "verify": Verb("Prove that a layout's gradients are those of one process.", _verify),
-    "rehearse": Verb("Run a layout's real step on devices that do not exist.", _rehearse),
-    "train": Verb("Train a recipe, on one process or many.", _train),
+    "data": Verb("Show the training data as the model will see it.", _data),
+    "plan": Verb("Rank a recipe's layouts by predicted speed on a cluster.", _plan),
+    "doctor": Verb("Check devices, links and hosts before a long run.", _doctor),
+    "verify": Verb("Check that a layout's gradients equal those of one process.", _verify),
+    "rehearse": Verb("Run a layout's training step on fake devices.", _rehearse),
+    "train": Verb("Train a recipe, in one process or many.", _train),
     "launch": Verb("Start a recipe on Slurm, Kubernetes or torchrun.", _launch),
-    "evaluate": Verb("Let a trained model answer questions with known answers.", _evaluate),
+    "evaluate": Verb("Score a trained model on questions with known answers.", _evaluate),
     "generate": Verb("Continue a prompt with a trained model.", _generate),
     "export": Verb("Write a run as a Hugging Face folder.", _export),
-    "report": Verb("Draw what happened in a run as one page.", _report),
-    "watch": Verb("Serve a run's page live on this machine.", _watch),
-    "compare": Verb("Hold a run's loss against a reference's.", _compare),
+    "report": Verb("Write a report page of one or more runs.", _report),
+    "watch": Verb("Serve the live report of a run on this machine.", _watch),
+    "compare": Verb("Compare a run's loss with that of a reference run.", _compare),
     "checkpoint": Verb("List, verify and inspect checkpoints.", _checkpoint),
-    "convert": Verb("Read DeepSpeed's, Accelerate's or Axolotl's file as a recipe.", _convert),
-    "schedule": Verb("Prove and draw a pipeline schedule.", _schedule),
-    "predict": Verb("Hold the planner to measurements that others published.", _predict),
+    "convert": Verb("Convert a DeepSpeed, Accelerate or Axolotl file to a recipe.", _convert),
+    "schedule": Verb("Check and draw a pipeline schedule.", _schedule),
+    "predict": Verb("Compare the planner with published measurements.", _predict),
     "schema": Verb("Print the JSON schema of recipes, for editors.", _schema),
 }

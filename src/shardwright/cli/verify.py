@@ -1,4 +1,4 @@
-"""`shardwright verify`: prove that layouts compute the gradients of one process."""
+"""`shardwright verify`: check that layouts compute the same gradients as one process."""
 
 from __future__ import annotations
 
@@ -24,33 +24,75 @@ if TYPE_CHECKING:
     from shardwright.verify.matrix import CellResult, Report
 
 
-RecipeOrNone = Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False)]
+RecipeOrNone = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False),
+]
 Layouts = Annotated[
     list[str] | None,
     typer.Option(
         "--layout",
         metavar="DEGREES",
-        help="A layout, e.g. zero_stage=3; repeatable. Default: every layout of data ranks.",
+        help=(
+            "Layout to verify, e.g. zero_stage=3. Repeatable. Default: all data-parallel layouts."
+        ),
         show_default=False,
     ),
 ]
-MostProcesses = Annotated[int, typer.Option("--nproc", min=2, max=64, help="Most ranks to start, all on this machine's CPU.")]
+MostProcesses = Annotated[
+    int,
+    typer.Option(
+        "--nproc", min=2, max=64, help="Maximum number of ranks, all on this machine's CPU."
+    ),
+]
 Dtypes = Annotated[
     list[str] | None,
-    typer.Option("--dtype", metavar="DTYPE", help="float32 or float64; repeatable. Default: both.", show_default=False),
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="float32 or float64. Repeatable. Default: both.",
+        show_default=False,
+    ),
 ]
-NumLayers = Annotated[int | None, typer.Option("--num-layers", min=1, help="Cut the model to its first layers.")]
-HiddenSize = Annotated[int | None, typer.Option("--hidden-size", min=1, help="Cut the model's width; heads and feed-forward too.")]
+NumLayers = Annotated[
+    int | None,
+    typer.Option("--num-layers", min=1, help="Reduce the model to this number of layers."),
+]
+HiddenSize = Annotated[
+    int | None,
+    typer.Option(
+        "--hidden-size", min=1, help="Reduce the model's width, with its heads and feed-forward."
+    ),
+]
 SequenceLength = Annotated[
-    int | None, typer.Option("--sequence-length", min=4, help="Tokens per row; default the recipe's, at most 32.")
+    int | None,
+    typer.Option(
+        "--sequence-length", min=4, help="Tokens per row; default the recipe's, at most 32."
+    ),
 ]
 Full = Annotated[
-    bool, typer.Option("--full", help="The whole product of accumulation, recompute, tying and dropout, not three cases of it.")
+    bool,
+    typer.Option(
+        "--full",
+        help=(
+            "All combinations of accumulation, recompute, tying and dropout, "
+            "instead of three cases."
+        ),
+    ),
 ]
 Everything = Annotated[
-    bool, typer.Option("--all", help="Small models of three makes under every cut and the products of them, in float32.")
+    bool,
+    typer.Option(
+        "--all",
+        help=(
+            "Small models of three families under all kinds of parallelism and their "
+            "combinations, in float32."
+        ),
+    ),
 ]
-MostRanks = Annotated[int, typer.Option("--max-ranks", min=2, help="With --all: most ranks of a layout.")]
+MostRanks = Annotated[
+    int, typer.Option("--max-ranks", min=2, help="With --all: maximum number of ranks of a layout.")
+]
 
 
 def verify_command(
@@ -67,37 +109,55 @@ def verify_command(
     most_ranks: MostRanks = 16,
     json_output: JsonOutput = False,
 ) -> None:
-    """Compare loss, raw gradients, norm and updated weights of layouts with one process; exit code 1 if any differs."""
+    """Compare loss, raw gradients, gradient norm and updated weights of layouts with one
+    process.
+
+    Exit code 1 if any of them differs.
+    """
     if everything:
         _verify_everything(recipe, most_ranks, json_output)
         return
     if recipe is None:
-        raise InputError("a recipe is missing", field="RECIPE", remedy="Name a YAML file, or verify small models with --all")
-    checked = load_recipe(recipe, overrides or [])
-    # Torch comes in only now: a wrong recipe is told at once.
+        raise InputError(
+            "missing recipe",
+            field="RECIPE",
+            remedy="Give a YAML file, or verify small models with --all",
+        )
+    loaded_recipe = load_recipe(recipe, overrides or [])
+    # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.cli.console import open_console
     from shardwright.train.automatic import choose_planned_precision
-    from shardwright.verify.cases import choose_cases, choose_foreign_cases, choose_layouts, cut_shape
+    from shardwright.verify.cases import (
+        choose_cases,
+        choose_foreign_cases,
+        choose_layouts,
+        cut_shape,
+    )
     from shardwright.verify.matrix import verify
     from shardwright.verify.pool import RankPool
 
     dtypes = _choose_dtypes(dtype)
-    chosen = choose_layouts(layouts or [], nproc, checked.layout)
-    shape = cut_shape(_read(checked), num_layers=num_layers, hidden_size=hidden_size)
-    cases = (choose_foreign_cases if isinstance(shape, ForeignShape) else choose_cases)(shape.tied_embeddings, full=full)
+    chosen = choose_layouts(layouts or [], nproc, loaded_recipe.layout)
+    shape = cut_shape(_read(loaded_recipe), num_layers=num_layers, hidden_size=hidden_size)
+    cases = (choose_foreign_cases if isinstance(shape, ForeignShape) else choose_cases)(
+        shape.tied_embeddings, full=full
+    )
     console = open_console(stderr=json_output)
-    if (choice := choose_planned_precision(checked)) is not None:
-        console.print(f"precision {choice}; gradients are compared in {' and '.join(dtypes)} all the same", highlight=False)
-    if checked.model.compile:
-        console.print("model.compile is left out: blocks run as written")
+    if (choice := choose_planned_precision(loaded_recipe)) is not None:
+        console.print(
+            f"precision {choice}; gradients are compared in {' and '.join(dtypes)} nevertheless",
+            highlight=False,
+        )
+    if loaded_recipe.model.compile:
+        console.print("model.compile is ignored: blocks run uncompiled")
     with RankPool() as pool, console.status("starting ranks") as status:
         report = verify(
-            checked,
+            loaded_recipe,
             shape,
             chosen,
             cases,
             dtypes,
-            sequence_length=sequence_length or min(32, checked.training.sequence_length),
+            sequence_length=sequence_length or min(32, loaded_recipe.training.sequence_length),
             pool=pool,
             told=lambda cell: status.update(f"verified {cell.layout} in {cell.dtype}: {cell.case}"),
         )
@@ -105,24 +165,27 @@ def verify_command(
     if json_output:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     if not report.passed:
-        if json_output:  # the report is the one object on standard output
+        if json_output:  # standard output contains only the JSON object
             raise typer.Exit(ExitCode.CHECK_FAILED)
         failed = sum(not cell.passed for cell in report.cells)
         raise CheckFailed(f"{failed} of {len(report.cells)} cells differ from one process")
 
 
 def _choose_dtypes(asked: list[str] | None) -> list[Dtype]:
-    """Those that were asked for, in the usual order; all where none was."""
+    """Return the requested dtypes in the usual order; all if none is requested."""
     from shardwright.verify.cases import DTYPES
 
     unknown = [name for name in asked or () if name not in DTYPES]
     if unknown:
-        raise InputError("not a dtype to verify in", field="--dtype", got=unknown[0], allowed=" or ".join(DTYPES))
+        raise InputError(
+            "not a supported dtype", field="--dtype", got=unknown[0], allowed=" or ".join(DTYPES)
+        )
     return [name for name in DTYPES if not asked or name in asked]
 
 
 def _read(recipe: Recipe) -> ModelShape:
-    """The recipe's model; of a family that our decoder does not know what transformers says of it."""
+    """Return the shape of the recipe's model; of an unknown family, as transformers defines
+    it."""
     config = config_of(recipe)
     if config.get("model_type") in FAMILIES:
         return shape_of(recipe)
@@ -132,7 +195,7 @@ def _read(recipe: Recipe) -> ModelShape:
 
 
 def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) -> None:
-    """Every cell of the matrix as a row of its own, as it comes."""
+    """Verify every cell of the grid; print each as a row when it is done."""
     from shardwright.cli.console import open_console
     from shardwright.verify.grid import all_cells
     from shardwright.verify.matrix import SCHEMA_VERSION, GridRow, verify_grid
@@ -140,30 +203,56 @@ def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) 
 
     if recipe is not None:
         raise InputError(
-            "the matrix brings its own models", field="RECIPE", got=str(recipe), remedy="Leave it out, or leave --all out"
+            "--all verifies its own models",
+            field="RECIPE",
+            got=str(recipe),
+            remedy="Remove the recipe, or remove --all",
         )
     console = open_console(stderr=json_output)
 
-    def tell(row: GridRow) -> None:
-        cell, result = row.cell, row.result
-        where = f"{cell.model:6} {cell.layout!s:62} {cell.case!s:56}"
+    def print_row(row: GridRow) -> None:
+        cell = row.cell
+        result = row.result
+        description = f"{cell.model:6} {cell.layout!s:62} {cell.case!s:56}"
         if result is None:
-            console.print(f"{where} refused: {cell.refusal}", style="dim", highlight=False, soft_wrap=True)
+            console.print(
+                f"{description} refused: {cell.refusal}",
+                style="dim",
+                highlight=False,
+                soft_wrap=True,
+            )
             return
-        error = max((finding.error for finding in result.findings if finding.allowed > 0.0), default=float("nan"))
-        outcome = f"{error:.1e} pass" if row.passed else f"{error:.1e} FAIL {result.failure or _failed(result)}"
-        console.print(f"{where} {outcome}", style="" if row.passed else "red", highlight=False, soft_wrap=True)
+        error = max(
+            (finding.error for finding in result.findings if finding.allowed > 0.0),
+            default=float("nan"),
+        )
+        outcome = (
+            f"{error:.1e} pass"
+            if row.passed
+            else f"{error:.1e} FAIL {result.failure or _failed(result)}"
+        )
+        console.print(
+            f"{description} {outcome}",
+            style="" if row.passed else "red",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     with RankPool(timeout_seconds=300.0) as pool:
-        rows = verify_grid(all_cells(most_ranks), pool, told=tell)
+        rows = verify_grid(all_cells(most_ranks), pool, told=print_row)
     run = [row for row in rows if row.result is not None]
     failed = [row for row in rows if not row.passed]
     console.print(
-        f"{len(run)} cells run, {len(run) - len(failed)} passed; {len(rows) - len(run)} layouts refused by the recipe's own rule"
+        f"{len(run)} cells run, {len(run) - len(failed)} passed; "
+        f"{len(rows) - len(run)} layouts refused by the recipe's validation"
     )
     if json_output:
-        told = {"schema_version": SCHEMA_VERSION, "passed": not failed, "cells": [row.as_dict() for row in rows]}
-        sys.stdout.write(json.dumps(told) + "\n")
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "passed": not failed,
+            "cells": [row.as_dict() for row in rows],
+        }
+        sys.stdout.write(json.dumps(content) + "\n")
         if failed:
             raise typer.Exit(ExitCode.CHECK_FAILED)
     elif failed:
@@ -171,42 +260,51 @@ def _verify_everything(recipe: Path | None, most_ranks: int, json_output: bool) 
 
 
 def _failed(result: CellResult) -> str:
-    """What failed in a cell, in one line."""
-    return "; ".join(f"{f.quantity}, {f.subject}: {f.error:.2e}" for f in result.findings if not f.passed)
+    """Describe in one line what failed in a cell."""
+    return "; ".join(
+        f"{f.quantity}, {f.subject}: {f.error:.2e}" for f in result.findings if not f.passed
+    )
 
 
 def _show(report: Report, console: Console) -> None:
-    """A row per layout and dtype, with the comparison that came closest to its limit; then what failed, in full."""
+    """Print one row per layout and dtype, with the result closest to its limit, then all
+    failures."""
     from rich.table import Table
 
     shape = report.shape
     console.print(
-        f"{shape.family}: {shape.num_layers} layers, {shape.hidden_size} wide, {shape.num_parameters:,} parameters; "
+        f"{shape.family}: {shape.num_layers} layers, hidden size {shape.hidden_size}, "
+        f"{shape.num_parameters:,} parameters; "
         f"rows of {report.sequence_length} tokens",
         highlight=False,
     )
-    table = Table("layout", "dtype", "closest to its limit", "error", "cases", box=None, pad_edge=False)
+    table = Table(
+        "layout", "dtype", "closest to its limit", "error", "cases", box=None, pad_edge=False
+    )
     table.columns[2].overflow = "fold"
     for layout, dtype in dict.fromkeys((cell.layout, cell.dtype) for cell in report.cells):
         cells = [cell for cell in report.cells if (cell.layout, cell.dtype) == (layout, dtype)]
         table.add_row(str(layout).replace(",", ", "), dtype, *_worst(cells), _verdict(cells))
     console.print(table)
     for cell in report.cells:
-        where = f"{cell.layout}, {cell.dtype}, {cell.case}"
+        description = f"{cell.layout}, {cell.dtype}, {cell.case}"
         for finding in cell.findings:
             if not finding.passed:
-                told = f"{finding.quantity}, {finding.subject}: error {finding.error:.2e}, allowed {finding.allowed:.0e}"
-                console.print(f"fails: {where}: {told}", style="red", highlight=False)
+                text = (
+                    f"{finding.quantity}, {finding.subject}: error {finding.error:.2e}, "
+                    f"allowed {finding.allowed:.0e}"
+                )
+                console.print(f"fails: {description}: {text}", style="red", highlight=False)
         if cell.failure:
-            console.print(f"fails: {where}: {cell.failure}", style="red", highlight=False)
+            console.print(f"fails: {description}: {cell.failure}", style="red", highlight=False)
 
 
 def _worst(cells: list[CellResult]) -> tuple[str, str]:
-    """What came closest to its limit, and its error."""
-    found = [finding for cell in cells for finding in cell.findings if finding.allowed > 0.0]
-    if not found:
+    """Return the comparison that came closest to its limit, and its error."""
+    compared = [finding for cell in cells for finding in cell.findings if finding.allowed > 0.0]
+    if not compared:
         return "", ""
-    worst = max(found, key=lambda finding: finding.severity)
+    worst = max(compared, key=lambda finding: finding.severity)
     return f"{worst.quantity}: {worst.subject}", f"{worst.error:.1e}"
 
 
@@ -214,4 +312,8 @@ def _verdict(cells: list[CellResult]) -> Text:
     from rich.text import Text
 
     failed = sum(not cell.passed for cell in cells)
-    return Text(f"{failed} of {len(cells)} fail", "red") if failed else Text(f"{len(cells)} pass", "green")
+    return (
+        Text(f"{failed} of {len(cells)} fail", "red")
+        if failed
+        else Text(f"{len(cells)} pass", "green")
+    )

@@ -1,4 +1,4 @@
-"""`shardwright watch`: the page of a run while it runs, on this machine and behind a token."""
+"""`shardwright watch`: serve the live report of a run on this machine, protected by a token."""
 
 from __future__ import annotations
 
@@ -12,32 +12,44 @@ from typing import Annotated
 import typer
 
 Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN", help="Run folders; several are laid over each other.", show_default=False)
+    list[Path],
+    typer.Argument(
+        metavar="RUN", help="Run folders; several are drawn in the same charts.", show_default=False
+    ),
 ]
 
 
 def watch_command(
     runs: Runs,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Where to listen on 127.0.0.1; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one."),
+    ] = 0,
 ) -> None:
-    """Serve the report of a run live, until Ctrl-C. The address holds a random token; `metrics` behind it is Prometheus text."""
+    """Serve the report of a run live, until Ctrl-C.
+
+    The address contains a random token; `metrics` below it is Prometheus text.
+    """
     from shardwright.report.serve import LivePage, LiveServer
 
     page = LivePage(runs)
-    page.page()  # what cannot be read at all is said here, not in the browser
+    page.page()  # errors in reading appear here, not in the browser
     server = LiveServer(page, port)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        # `shutdown` waits for the loop that this very thread runs.
+        # `shutdown` blocks until the loop ends, which runs in this thread.
         threading.Thread(target=server.shutdown, daemon=True).start()
 
-    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         sys.stdout.write(f"{server.address}\n")
         sys.stdout.flush()
-        sys.stderr.write("Ctrl-C ends it. From another machine: forward the port (ssh -L), then open the same address.\n")
+        sys.stderr.write(
+            "Press Ctrl-C to stop. From another machine: forward the port (ssh -L), "
+            "then open the same address.\n"
+        )
         server.serve_forever(poll_interval=0.2)
     finally:
         server.server_close()
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

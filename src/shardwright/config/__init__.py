@@ -1,4 +1,4 @@
-"""The recipe: one YAML file, checked into frozen models before anything else happens."""
+"""The recipe: one YAML file, validated into frozen models before a run starts."""
 
 from shardwright.config.load import apply_overrides, dump_recipe, load_recipe, parse_layout
 from shardwright.config.schema import Recipe

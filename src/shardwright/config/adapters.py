@@ -16,41 +16,52 @@ DEFAULT_RANK = 16
 
 
 class AdapterSection(Section):
-    """Train low-rank adapters beside the model's weights, which stay as they are.
+    """Low-rank adapters that are trained while the model's own weights stay frozen.
 
-    A matrix W `[out, in]` becomes W + scale x B A, with A `[rank, in]` and B `[out, rank]`. B begins at zero, so the start is the
-    model itself.
+    A matrix W `[out, in]` becomes W + scale x B A, with A `[rank, in]` and B `[out, rank]`. B
+    is initialised to zero, so training starts from the unchanged model.
     """
 
     kind: AdapterKind | None = None
-    """`lora`: scale = alpha / rank (arXiv 2106.09685). `rslora`: alpha / sqrt(rank), which keeps steps alike over ranks (arXiv
-    2312.03732). `dora`: as lora, and each output's row of W + scale x B A is given a learned length (arXiv 2402.09353).
-    Default: lora."""
+    """`lora`: scale = alpha / rank (arXiv 2106.09685). `rslora`: alpha / sqrt(rank), which
+    keeps the size of updates similar across ranks (arXiv 2312.03732). `dora`: like lora, and
+    each output's row of W + scale x B A also gets a learned length (arXiv 2402.09353). Default:
+    lora."""
     rank: Positive | None = None
     """Rows of A and columns of B. Default: 16."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """What scale is made of. Default: twice the rank."""
+    """Numerator of the scale. Default: twice the rank."""
     dropout: Fraction = 0.0
-    """Share of A's inputs that are zeroed in training; adapters beside experts take none, as in peft."""
+    """Fraction of A's inputs that are zeroed in training; adapters of experts use no dropout,
+    as in peft."""
     targets: tuple[str, ...] | None = None
-    """Matrices that get an adapter, by patterns over module names or their last parts: `q_proj`, `self_attn.*`,
-    `model.layers.1?.mlp.*`. Default: every projection of attention and feed-forward in the blocks, experts included. A pattern that
-    matches no such matrix is an error."""
+    """Matrices that get an adapter, as patterns of module names or of their last components:
+    `q_proj`, `self_attn.*`, `model.layers.1?.mlp.*`. Default: every projection of attention and
+    feed-forward in the blocks, including experts. A pattern without a match is an error."""
     exclude: tuple[str, ...] = ()
-    """Matrices among `targets` that get none, by the same kind of patterns."""
+    """Matrices among `targets` that get no adapter, as patterns of the same kind."""
     quantize: QuantizeKind | None = None
-    """`nf4` holds the frozen projections of the blocks, experts included, in 4 bits (QLoRA, arXiv 2305.14314): blocks of 64
-    elements with an fp32 scale each, 4.5 bits per element. Embeddings, head, norms, biases and routers stay as they are. The same
-    base under every layout. Default: the base in the precision of all else."""
+    """`nf4` stores the frozen projections of the blocks, including experts, in 4 bits (QLoRA,
+    arXiv 2305.14314): blocks of 64 elements with one fp32 scale each, 4.5 bits per element.
+    Embeddings, head, norms, biases and routers are not quantised. The quantised base is the
+    same under every layout. Default: the base keeps the precision of the other weights."""
     path: PathText | None = None
-    """A folder that peft or an export wrote (adapter_config.json, adapter_model.safetensors) to begin with. It says kind, rank,
-    alpha and targets; only `dropout` and `quantize` may stand beside it."""
+    """Folder of an adapter to start from, as written by peft or by an export
+    (adapter_config.json, adapter_model.safetensors). It determines kind, rank, alpha and
+    targets; only `dropout` and `quantize` can be combined with it."""
 
     @model_validator(mode="after")
     def _folder_says_it_all(self) -> AdapterSection:
         if self.path is not None:
-            given = [name for name in ("kind", "rank", "alpha", "targets") if getattr(self, name) is not None]
-            given += ["exclude"] if self.exclude else []
-            if given:
-                raise ValueError(f"`path` names a folder that says {', '.join(given)} itself; leave it out, or leave `path` out")
+            conflicting = [
+                name
+                for name in ("kind", "rank", "alpha", "targets")
+                if getattr(self, name) is not None
+            ]
+            conflicting += ["exclude"] if self.exclude else []
+            if conflicting:
+                raise ValueError(
+                    f"the adapter in `path` already determines {', '.join(conflicting)}; "
+                    "remove these keys or remove `path`"
+                )
         return self

@@ -1,8 +1,9 @@
-"""YAML text to plain values and back, and where in the text a value stands.
+"""Conversion between YAML text and plain values, and the position of a value in the text.
 
-Scalars are read as in the core schema of YAML 1.2: `1e-4` is a number, and dates, times (`12:30`) and numbers with leading zeros
-(`010`) are text. YAML 1.1, which PyYAML implements, reads them as dates, as numbers to the base 60 and as octal numbers. The
-words yes, no, on and off remain switches, as in YAML 1.1.
+Scalars follow the core schema of YAML 1.2: `1e-4` is a number; dates, times (`12:30`) and
+numbers with leading zeros (`010`) are text. YAML 1.1, which PyYAML implements, reads the latter
+as dates, as base-60 numbers and as octal numbers. The words yes, no, on and off are booleans,
+as in YAML 1.1.
 """
 
 from __future__ import annotations
@@ -18,32 +19,40 @@ from shardwright.errors import RecipeError
 MAX_DEPTH = 100
 """Deepest nesting of mappings and lists. A recipe needs 5."""
 MAX_NODES = 1_000_000
-"""Most values of a document after its aliases are written out: a few lines of nested aliases may stand for billions."""
+"""Maximum number of values in a document after its aliases are expanded: a few lines of nested
+aliases may expand to billions."""
 _INTEGER_BITS = 63
 _INTEGER_CHARACTERS = 200
-"""More than any spelling of 63 bits takes."""
+"""More than any notation of a 63-bit integer needs."""
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _DIGITS = "[0-9](?:_?[0-9])*"
 _NUMBERS = {
-    "tag:yaml.org,2002:int": r"^[-+]?(?:0|[1-9](?:_?[0-9])*|0b[01](?:_?[01])*|0x[0-9a-fA-F](?:_?[0-9a-fA-F])*)$",
-    "tag:yaml.org,2002:float": rf"^[-+]?(?:{_DIGITS}\.(?:{_DIGITS})?(?:[eE][-+]?[0-9]+)?|\.{_DIGITS}(?:[eE][-+]?[0-9]+)?"
+    "tag:yaml.org,2002:int": r"^[-+]?(?:0|[1-9](?:_?[0-9])*|0b[01](?:_?[01])*"
+    r"|0x[0-9a-fA-F](?:_?[0-9a-fA-F])*)$",
+    "tag:yaml.org,2002:float": rf"^[-+]?(?:{_DIGITS}\.(?:{_DIGITS})?(?:[eE][-+]?[0-9]+)?"
+    rf"|\.{_DIGITS}(?:[eE][-+]?[0-9]+)?"
     rf"|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
 }
 _REPLACED_TAGS = {*_NUMBERS, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, without duplicate keys, and with every failure as an error that has a place."""
+    """Safe loader that refuses duplicate keys and reports every failure with its position."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
         except (yaml.YAMLError, RecipeError):
             raise
-        except Exception as error:  # PyYAML's constructors let through whatever int(), float() and datetime raise
+        except (
+            Exception
+        ) as error:  # PyYAML's constructors do not catch errors of int(), float() and datetime
             kind = str(node.tag).rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{_shown(node)} cannot be read as {kind}: {_first_line(error)}", node.start_mark
+                None,
+                None,
+                f"{_shown(node)} cannot be read as {kind}: {_first_line(error)}",
+                node.start_mark,
             ) from error
 
     def construct_yaml_map(self, node: Any) -> Any:
@@ -55,30 +64,39 @@ class _Loader(yaml.SafeLoader):
         is_small = len(node.value) <= _INTEGER_CHARACTERS
         value = int(super().construct_yaml_int(node)) if is_small else None
         if value is None or value.bit_length() > _INTEGER_BITS:
-            raise ValueError(f"an integer takes at most {_INTEGER_BITS} bits")
+            raise ValueError(f"an integer has at most {_INTEGER_BITS} bits")
         return value
 
     def construct_undefined(self, node: Any) -> Any:
-        _refuse(node, f"values of the type {node.tag!r} are not read")
+        _refuse(node, f"values of type {node.tag!r} are not supported")
 
     def scan_flow_scalar_non_spaces(self, double: Any, start_mark: Any) -> Any:
         try:
             return super().scan_flow_scalar_non_spaces(double, start_mark)
         except (ValueError, OverflowError) as error:  # "\UFFFFFFFF"
-            raise yaml.scanner.ScannerError(None, None, f"no such character: {error}", self.get_mark()) from error
+            raise yaml.scanner.ScannerError(
+                None, None, f"no such character: {error}", self.get_mark()
+            ) from error
 
 
-def _without_odd_scalars(resolvers: dict[Any, list[tuple[str, Any]]]) -> dict[Any, list[tuple[str, Any]]]:
-    """PyYAML's table of plain scalars without the kinds that are read otherwise here."""
-    kept = {first: [(tag, regex) for tag, regex in entries if tag not in _REPLACED_TAGS] for first, entries in resolvers.items()}
+def _without_odd_scalars(
+    resolvers: dict[Any, list[tuple[str, Any]]],
+) -> dict[Any, list[tuple[str, Any]]]:
+    """Copy PyYAML's table of plain scalars with the number patterns replaced and without
+    dates."""
+    result = {
+        first: [(tag, regex) for tag, regex in entries if tag not in _REPLACED_TAGS]
+        for first, entries in resolvers.items()
+    }
     for tag, pattern in _NUMBERS.items():
         for first in "-+.0123456789":
-            kept.setdefault(first, []).append((tag, re.compile(pattern)))
-    return kept
+            result.setdefault(first, []).append((tag, re.compile(pattern)))
+    return result
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that our loader, or a loader of YAML 1.1, would read as something else."""
+    """Dumper that quotes text which our loader, or a YAML 1.1 loader, would read as something
+    else."""
 
 
 _Loader.yaml_implicit_resolvers = _without_odd_scalars(yaml.SafeLoader.yaml_implicit_resolvers)
@@ -89,11 +107,11 @@ _Loader.yaml_constructors = {
     "tag:yaml.org,2002:int": _Loader.construct_yaml_int,
     "tag:yaml.org,2002:float": _Loader.construct_yaml_float,
     "tag:yaml.org,2002:str": _Loader.construct_yaml_str,
-    _MERGE_TAG: _Loader.construct_yaml_str,  # as a value; as a key it is gone before keys are read
+    _MERGE_TAG: _Loader.construct_yaml_str,  # merge keys are resolved before this
     "tag:yaml.org,2002:seq": _Loader.construct_yaml_seq,
     "tag:yaml.org,2002:map": _Loader.construct_yaml_map,
 }
-"""What a recipe is made of: sets, dates and bytes are not."""
+"""Types that a recipe may contain; sets, dates and binary data are excluded."""
 for _tag, _pattern in _NUMBERS.items():
     _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
 
@@ -102,10 +120,10 @@ def parse_yaml(text: str, origin: str) -> Any:
     """Parse one YAML document.
 
     Args:
-        origin: where the text is from, for errors: a path or an option.
+        origin: source of the text for error messages: a path or an option.
 
     Raises:
-        RecipeError: names origin, line and column, what is wrong there and what to write instead.
+        RecipeError: with origin, line, column, the problem and a remedy.
     """
     loader = None
     try:
@@ -120,14 +138,15 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise RecipeError(
             f"not valid YAML: {error.problem or error.context}",
             field=_place(origin, mark),
-            remedy="Check indentation and quoting there; text that YAML would read as something else stands in quotes",
+            remedy="Check indentation and quotes there; quote text with special characters",
         ) from error
     except yaml.reader.ReaderError as error:
-        line, column = text.count("\n", 0, error.position) + 1, error.position - text.rfind("\n", 0, error.position)
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
         raise RecipeError(
-            f"not valid YAML: the character U+{int(error.character):04X} may not stand there",
+            f"not valid YAML: the character U+{int(error.character):04X} is not allowed",
             field=f"{origin}, line {line}, column {column}",
-            remedy="Delete it, or write it as an escape in double quotes",
+            remedy="Delete it, or write it as an escape sequence in double quotes",
         ) from error
     except RecursionError as error:
         raise RecipeError(
@@ -141,12 +160,15 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """Write plain values as YAML that `parse_yaml` reads back equal."""
+    """Write plain values as YAML that `parse_yaml` reads back unchanged."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def find_line(text: str, location: Iterable[str]) -> int | None:
-    """Return the line, from 1, where a path of keys and list indices leads, or where it leaves the text; None if nowhere.
+    """Return the line number (from 1) of the value at a path of keys and list indices.
+
+    If only a part of the path exists, return the line of its last existing part; None if no
+    part exists.
 
     >>> find_line("a:\\n  b: [1,\\n    2]", ["a", "b", "1"])
     3
@@ -159,18 +181,22 @@ def find_line(text: str, location: Iterable[str]) -> int | None:
     for part in location:
         if isinstance(node, yaml.MappingNode):
             entry = next(((key, value) for key, value in node.value if key.value == part), None)
-        elif isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value):
+        elif (
+            isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value)
+        ):
             entry = (node.value[int(part)],) * 2
         else:
             entry = None
         if entry is None:
             break
-        line, node = int(entry[0].start_mark.line) + 1, entry[1]
+        line = int(entry[0].start_mark.line) + 1
+        node = entry[1]
     return line
 
 
 def _check_keys(loader: _Loader, node: yaml.MappingNode) -> None:
-    """Refuse keys that are there twice or are lists. A merge key (`<<: *defaults`) may stand beside what it brings."""
+    """Refuse duplicate keys and keys that are collections. Keys next to a merge key
+    (`<<: *defaults`) may override merged ones."""
     seen: set[Any] = set()
     for key_node, _ in node.value:
         if key_node.tag == _MERGE_TAG:
@@ -180,32 +206,43 @@ def _check_keys(loader: _Loader, node: yaml.MappingNode) -> None:
         key = loader.construct_object(key_node, deep=True)
         if key in seen:
             line = key_node.start_mark.line + 1
-            raise RecipeError("the key is given twice", field=str(key), got=f"a second value on line {line}", remedy="Keep one")
+            raise RecipeError(
+                "duplicate key",
+                field=str(key),
+                got=f"a second value on line {line}",
+                remedy="Remove one of them",
+            )
         seen.add(key)
 
 
 def _check_size(root: Any) -> None:
-    """Refuse documents that are too deep, or too large once their aliases are written out."""
+    """Refuse documents that are nested too deeply, or too large after their aliases are
+    expanded."""
     known: dict[int, tuple[int, int] | None] = {}
 
     def measure(node: Any) -> tuple[int, int]:
-        """Number of values in a node, and its depth."""
+        """Return the number of values in a node, and its depth."""
         if not isinstance(node, yaml.CollectionNode):
             return 1, 0
         if id(node) not in known:
             known[id(node)] = None
-            inner = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+            inner = (
+                node.value
+                if isinstance(node, yaml.SequenceNode)
+                else [part for pair in node.value for part in pair]
+            )
             measured = [measure(part) for part in inner]
-            size, depth = 1 + sum(size for size, _ in measured), 1 + max((depth for _, depth in measured), default=0)
+            size = 1 + sum(size for size, _ in measured)
+            depth = 1 + max((depth for _, depth in measured), default=0)
             if depth > MAX_DEPTH:
                 _refuse(node, f"lists or mappings are nested more than {MAX_DEPTH} levels deep")
             if size > MAX_NODES:
-                _refuse(node, f"with its aliases written out this is more than {MAX_NODES:,} values")
+                _refuse(node, f"with aliases expanded, this has more than {MAX_NODES:,} values")
             known[id(node)] = size, depth
-        found = known[id(node)]
-        if found is None:
-            _refuse(node, "a list or a mapping holds itself")
-        return found
+        result = known[id(node)]
+        if result is None:
+            _refuse(node, "a list or a mapping contains itself")
+        return result
 
     measure(root)
 
@@ -215,12 +252,14 @@ def _refuse(node: Any, problem: str) -> NoReturn:
 
 
 def _place(origin: str, mark: Any) -> str:
-    return f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else origin
+    return (
+        f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark is not None else origin
+    )
 
 
 def _shown(node: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        return "this"
+        return "the value"
     text = ascii(node.value)
     return text if len(text) <= 60 else f"{text[:40]}... ({len(node.value):,} characters)"
 

@@ -1,4 +1,4 @@
-"""How the run is cut over devices, and which devices those are."""
+"""Recipe sections of the parallel layout and of the cluster it is planned for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from shardwright.config.section import NonNegative, PathText, Positive, Section
 
 
 class LayoutSection(Section):
-    """Degrees of parallelism. One data degree may be left out: it takes the ranks that remain. `layout: auto` leaves them to the
-    planner."""
+    """Degrees of parallelism. At most one data degree may be omitted: it uses the remaining
+    ranks. `layout: auto` lets the planner choose all of them."""
 
     auto: bool = False
-    """Let the planner choose degrees, ZeRO's stage and the schedule for the devices at hand (or for `cluster`), and of micro
-    batch, accumulation and recompute what the recipe leaves open."""
+    """Let the planner choose the degrees, the ZeRO stage and the schedule for the available
+    devices (or for `cluster`), and also micro-batch size, accumulation and recompute where the
+    recipe does not set them."""
     dp_replicate: Positive | None = None
-    """Replicas that hold the same shard (hybrid) or the whole model (zero_stage 0)."""
+    """Replicas of each shard (hybrid sharding) or of the whole model (zero_stage 0)."""
     dp_shard: Positive | None = None
     """Ranks over which ZeRO shards."""
     tp: Positive = 1
@@ -25,33 +26,46 @@ class LayoutSection(Section):
     cp: Positive = 1
     ep: Positive = 1
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """0 replicates (DDP); 1 shards optimizer states; 2 gradients too; 3 parameters too (FSDP). Default 3 when anything
-    is sharded, else 0."""
+    """0 replicates everything (DDP); 1 shards optimizer states; 2 also gradients; 3 also
+    parameters (FSDP). Default: 3 if anything is sharded, else 0."""
     sequence_parallel: bool = True
-    """With `tp`: norms and the residual stream are cut over the sequence, too, which saves their memory and costs no traffic."""
+    """With `tp`: also shard norms and the residual stream over the sequence, which saves their
+    memory at no extra communication."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
-    """How attention reaches other ranks' tokens under `cp`: keys and values go round or are gathered, or heads are exchanged."""
+    """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes
+    keys and values around, `all_gather` gathers them, `ulysses` exchanges heads."""
     schedule: PathText = "1f1b"
-    """With `pp`: gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, or a file that holds a schedule."""
+    """Pipeline schedule, with `pp`: gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, or a
+    file that contains a schedule."""
     virtual_stages: Positive | None = None
-    """With `pp` and interleaved_1f1b: stages per rank; default 2."""
+    """Stages per rank, with `pp` and interleaved_1f1b; default 2."""
     wrap_blocks: Positive = 1
-    """Decoder blocks gathered together (FSDP wrap granularity)."""
+    """Decoder blocks that are gathered together (FSDP wrap granularity)."""
     prefetch_depth: NonNegative = 1
-    """Groups gathered ahead of use, forward and backward."""
+    """Groups of blocks gathered ahead of their use, in forward and backward."""
     max_gathers_in_flight: Positive = 2
-    """Groups whose full parameters may exist at once, the one in use included; prefetching stops there."""
+    """Maximum number of groups whose full parameters exist at once, including the one in use;
+    limits prefetching."""
     bucket_size_bytes: Positive = 25 * 1024**2
-    """zero_stage 0: gradients are reduced in buckets of about this size while the backward pass goes on."""
+    """Approximate size of the buckets in which zero_stage 0 reduces gradients during the
+    backward pass."""
 
     @model_validator(mode="after")
     def _auto_chooses(self) -> LayoutSection:
-        kept = {"auto", "wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes"}
-        given = [
-            key for key in type(self).model_fields if key not in kept and getattr(self, key) != type(self).model_fields[key].default
+        allowed = {
+            "auto",
+            "wrap_blocks",
+            "prefetch_depth",
+            "max_gathers_in_flight",
+            "bucket_size_bytes",
+        }
+        conflicting = [
+            key
+            for key in type(self).model_fields
+            if key not in allowed and getattr(self, key) != type(self).model_fields[key].default
         ]
-        if self.auto and given:
-            raise ValueError(f"`auto` chooses `{given[0]}` itself: leave out one of the two")
+        if self.auto and conflicting:
+            raise ValueError(f"`auto` already chooses `{conflicting[0]}`: remove one of the two")
         return self
 
 
@@ -60,18 +74,18 @@ def _as_layout(value: Any) -> Any:
 
 
 Layout = Annotated[LayoutSection, BeforeValidator(_as_layout)]
-"""Written as a mapping, or `auto`."""
+"""A mapping, or `auto`."""
 
 
 class ClusterSection(Section):
-    """What a layout is planned for, where it is not the devices of this machine."""
+    """Cluster for which `layout: auto` plans, if it is not this machine."""
 
     node: str
-    """Devices of one node, as `shardwright plan --cluster` takes them: `8xH100-80GB`."""
+    """Devices of one node, in the notation of `shardwright plan --cluster`: `8xH100-80GB`."""
     link: str | None = None
-    """Between nodes: ib400, eth100, ...; default what is usual with the device."""
+    """Link between nodes: ib400, eth100, ...; default the usual link for the device."""
     profile: PathText | None = None
-    """A file of measured rates, which the planner prefers to the catalogue."""
+    """File with measured rates, which override the catalogue's."""
 
 
 def _as_cluster(value: Any) -> Any:
@@ -79,4 +93,4 @@ def _as_cluster(value: Any) -> Any:
 
 
 Cluster = Annotated[ClusterSection | None, BeforeValidator(_as_cluster)]
-"""Written as a mapping, or as its node alone."""
+"""A mapping, or only its `node`."""

@@ -1,4 +1,4 @@
-"""From YAML text and `--set` to a `Recipe`, and back."""
+"""Conversion of YAML text and `--set` options to a `Recipe`, and back."""
 
 from __future__ import annotations
 
@@ -23,42 +23,54 @@ _ENVIRONMENT = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _ILL_FORMED = re.compile("[\0\ud800-\udfff]")
 
 Locate = Callable[[Sequence[str]], str | None]
-"""Where a key of the recipe stands ("run.yaml, line 7"), if it is in a file."""
+"""Function that returns the position of a recipe key ("run.yaml, line 7"), or None if
+unknown."""
 
 
-def load_recipe(path: str | Path, overrides: Iterable[str] = (), layout: str | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Iterable[str] = (), layout: str | None = None
+) -> Recipe:
     """Read a recipe.
 
     Args:
         path: the YAML file.
-        overrides: `section.key=value` as from `--set`; values are YAML.
-        layout: `tp=2,zero_stage=3` as from `--layout`; replaces the recipe's layout mapping as a whole.
+        overrides: `section.key=value` as in `--set`; values are YAML.
+        layout: `tp=2,zero_stage=3` as in `--layout`; replaces the whole layout of the recipe.
 
     Raises:
-        RecipeError: names the field, what it got, what is allowed and the nearest known key.
+        RecipeError: with the field, the value, the allowed values and the closest known key.
     """
     path = Path(path)
     try:
         text = read_text(path, max_bytes=MAX_RECIPE_BYTES, pipe_seconds=_PIPE_SECONDS)
     except FileNotFoundError:
-        raise RecipeError("no such file", field="recipe", got=str(path), remedy="Give the path of a YAML recipe") from None
+        raise RecipeError(
+            "no such file", field="recipe", got=str(path), remedy="Give the path of a YAML recipe"
+        ) from None
     except OSError as error:
-        raise RecipeError(f"cannot be read: {error.strerror}", field="recipe", got=str(path)) from error
+        raise RecipeError(
+            f"cannot be read: {error.strerror}", field="recipe", got=str(path)
+        ) from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"cannot be read: {error}", field="recipe", got=str(path)) from error
     document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise RecipeError(
-            "a recipe is a mapping", field=str(path), got=type(document).__name__, allowed="model:, data:, training:, ..."
+            "a recipe must be a mapping",
+            field=str(path),
+            got=type(document).__name__,
+            allowed="model:, data:, training:, ...",
         )
     document = apply_overrides(document, overrides)
     if layout is not None:
         document["layout"] = parse_layout(layout)
-    given = [key.partition("=")[0].strip() for key in overrides] + ([] if layout is None else ["layout"])
+    overridden = [key.partition("=")[0].strip() for key in overrides] + (
+        [] if layout is None else ["layout"]
+    )
 
     def locate(location: Sequence[str]) -> str | None:
         name = ".".join(location)
-        if any(f"{name}.".startswith(f"{key}.") for key in given):
+        if any(f"{name}.".startswith(f"{key}.") for key in overridden):
             return None  # the value is from the command line
         line = find_line(text, location)
         return None if line is None else f"{path}, line {line}"
@@ -67,10 +79,11 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), layout: str | N
 
 
 def validate_recipe(document: dict[str, Any], locate: Locate = lambda location: None) -> Recipe:
-    """Check a mapping into a `Recipe`: environment variables are expanded, all complaints are one error.
+    """Validate a mapping as a `Recipe`; expand environment variables; report all problems at
+    once.
 
     Raises:
-        RecipeError: names the fields, and their places where `locate` knows them.
+        RecipeError: with the fields, and their positions if `locate` knows them.
     """
     try:
         return Recipe.model_validate(_expand(document, (), locate))
@@ -79,7 +92,7 @@ def validate_recipe(document: dict[str, Any], locate: Locate = lambda location: 
 
 
 def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of the mapping with each `a.b=value` put in; the value is read as YAML.
+    """Return a copy of the mapping with each `a.b=value` applied; values are read as YAML.
 
     >>> apply_overrides({"training": {"max_steps": 5}}, ["training.learning_rate=1e-4"])
     {'training': {'max_steps': 5, 'learning_rate': 0.0001}}
@@ -88,7 +101,12 @@ def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
-            raise RecipeError("not an assignment", field="--set", got=override, allowed="section.key=value")
+            raise RecipeError(
+                "not of the form key=value",
+                field="--set",
+                got=override,
+                allowed="section.key=value",
+            )
         value = parse_yaml(text, f"--set {key}")
         target = result
         *parents, last = key.strip().split(".")
@@ -100,14 +118,18 @@ def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[
                 child = target[part] = {"kind": child}
             if not isinstance(child, dict):
                 where = ".".join(parents[: depth + 1])
-                raise RecipeError(f"`{where}` is not a mapping, so `{last}` cannot be set in it", field="--set", got=override)
+                raise RecipeError(
+                    f"`{where}` is not a mapping, so `{last}` cannot be set in it",
+                    field="--set",
+                    got=override,
+                )
             target = child
         target[last] = value
     return result
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """`tp=2,zero_stage=3` to the mapping that a recipe would hold.
+    """Parse `tp=2,zero_stage=3` into the `layout` mapping of a recipe.
 
     >>> parse_layout("dp_shard=2,zero_stage=3")
     {'dp_shard': 2, 'zero_stage': 3}
@@ -121,44 +143,53 @@ def parse_layout(text: str) -> dict[str, Any]:
         if key not in LayoutSection.model_fields:
             guess = nearest(key, LayoutSection.model_fields)
             raise LayoutError(
-                "unknown key of a layout",
+                "unknown layout key",
                 field="--layout",
                 got=item,
                 allowed=", ".join(LayoutSection.model_fields),
                 remedy=f"Did you mean `{guess}`?" if guess else None,
             )
         if key in layout:
-            raise LayoutError("given twice", field=f"--layout {key}", got=text)
+            raise LayoutError("duplicate key", field=f"--layout {key}", got=text)
         layout[key] = _layout_value(key, value.strip() if equals else "", item)
     try:
         LayoutSection.model_validate(layout)
     except ValidationError as error:
         first = error.errors()[0]
         raise LayoutError(
-            str(first["msg"]), field=f"--layout {'.'.join(map(str, first['loc']))}", got=first.get("input"), allowed=None
+            str(first["msg"]),
+            field=f"--layout {'.'.join(map(str, first['loc']))}",
+            got=first.get("input"),
+            allowed=None,
         ) from None
     return layout
 
 
 def _layout_value(key: str, value: str, item: str) -> int | bool | str:
-    """A degree, a switch or a name, by the type of the key's default."""
+    """Parse a value by the type of the key's default: an integer, a boolean or a name."""
     default = LayoutSection.model_fields[key].default
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):
-            raise LayoutError("a switch is on or off", field=f"--layout {key}", got=value or item, allowed="true or false")
+            raise LayoutError(
+                "not a boolean", field=f"--layout {key}", got=value or item, allowed="true or false"
+            )
         return value.lower() == "true"
     if isinstance(default, str):
         if not value:
-            raise LayoutError("a name is missing", field=f"--layout {key}", got=item, allowed=f"e.g. {key}={default}")
+            raise LayoutError(
+                "missing value", field=f"--layout {key}", got=item, allowed=f"e.g. {key}={default}"
+            )
         return value
     if not re.fullmatch(r"[0-9]{1,18}", value):
         got = _placed(value or item, None)
-        raise LayoutError("a degree is a whole number", field=f"--layout {key}", got=got, allowed="e.g. tp=2")
+        raise LayoutError(
+            "not a whole number", field=f"--layout {key}", got=got, allowed="e.g. tp=2"
+        )
     return int(value)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML that loads back equal."""
+    """Return the recipe as YAML that loads back unchanged."""
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
@@ -167,7 +198,8 @@ def _copy(value: Any) -> Any:
 
 
 def _expand(value: Any, location: tuple[str, ...], locate: Locate) -> Any:
-    """Replace `${NAME}` in every string by the environment's value; a name that is not set is an error."""
+    """Replace `${NAME}` in every string by the environment variable; an unset name is an
+    error."""
     if isinstance(value, dict):
         for key in value:
             _check_text(str(key), (*location, str(key)), locate)
@@ -177,15 +209,15 @@ def _expand(value: Any, location: tuple[str, ...], locate: Locate) -> Any:
     if isinstance(value, str):
 
         def look_up(match: re.Match[str]) -> str:
-            found = os.environ.get(match[1])
-            if found is None:
+            replacement = os.environ.get(match[1])
+            if replacement is None:
                 raise RecipeError(
                     f"the environment variable {match[1]} is not set",
                     field=".".join(location),
                     got=_placed(value, locate(location)),
                     remedy=f"Set it, for example: export {match[1]}=/path",
                 )
-            return found
+            return replacement
 
         expanded = _ENVIRONMENT.sub(look_up, value)
         _check_text(expanded, location, locate)
@@ -194,41 +226,53 @@ def _expand(value: Any, location: tuple[str, ...], locate: Locate) -> Any:
 
 
 def _check_text(text: str, location: tuple[str, ...], locate: Locate) -> None:
-    """Refuse text that can be neither a path nor UTF-8: null bytes and halves of surrogate pairs."""
-    if found := _ILL_FORMED.search(text):
+    """Refuse characters that are valid neither in paths nor in UTF-8: null bytes, lone
+    surrogates."""
+    if match := _ILL_FORMED.search(text):
         raise RecipeError(
-            "the text holds a null byte" if found[0] == "\0" else "the text holds half a surrogate pair",
+            "the text contains a null byte"
+            if match[0] == "\0"
+            else "the text contains half of a surrogate pair",
             field=ascii(".".join(location))[1:-1],
             got=_placed(ascii(text), locate(location)),
             allowed="Unicode text",
-            remedy="Take the character out",
+            remedy="Remove the character",
         )
 
 
 def _placed(shown: str, place: str | None) -> str:
-    """A value for an error, cut to a readable length, with where it stands."""
+    """Shorten a value for an error message and append its position."""
     if len(shown) > _SHOWN_CHARACTERS:
         shown = f"{shown[: _SHOWN_CHARACTERS - 40]}... ({len(shown):,} characters)"
     return shown if place is None else f"{shown} in {place}"
 
 
 def _as_recipe_error(error: ValidationError, root: type[BaseModel], locate: Locate) -> RecipeError:
-    """All of pydantic's complaints as one error of ours: the first in full, the others a line each."""
+    """Combine all of pydantic's errors into one: the first in full, the others in its
+    remedy."""
     items = error.errors(include_url=False)
     inside = {item["loc"][:-1] for item in items} | {item["loc"][:-2] for item in items}
-    # A list that is too short because of what is wrong with its items is not wrong itself.
+    # A list is also reported as too short if its items are invalid: report only the items.
     items = [item for item in items if item["type"] != "too_short" or item["loc"] not in inside]
     complaints = [_complaint(item, root, locate) for item in items]
-    first, others = complaints[0], complaints[1:]
+    first = complaints[0]
+    others = complaints[1:]
     if not others:
         return first
-    remedy = (f"{first.remedy}. " if first.remedy else "") + f"And {len(others)} more: " + "; ".join(str(other) for other in others)
-    return RecipeError(first.problem, field=first.field, got=first.got, allowed=first.allowed, remedy=remedy)
+    remedy = (
+        (f"{first.remedy}. " if first.remedy else "")
+        + f"And {len(others)} more: "
+        + "; ".join(str(other) for other in others)
+    )
+    return RecipeError(
+        first.problem, field=first.field, got=first.got, allowed=first.allowed, remedy=remedy
+    )
 
 
 def _complaint(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
     location = [str(part) for part in item["loc"]]
-    field, place = ".".join(location), locate(location)
+    field = ".".join(location)
+    place = locate(location)
     kind = item["type"]
     if kind == "extra_forbidden":
         known = list(_section_at(root, location[:-1]))
@@ -242,17 +286,19 @@ def _complaint(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
         )
     if kind == "missing":
         where = None if place is None else f"no such key in {place}"
-        return RecipeError("this key is needed", field=field, got=where, remedy=f"Add `{location[-1]}:`")
+        return RecipeError("missing key", field=field, got=where, remedy=f"Add `{location[-1]}:`")
     if kind == "value_error":
         return RecipeError(str(item["ctx"]["error"]), field=field or "recipe", got=place)
     got = _placed(repr(item["input"]), place)
     if kind == "literal_error":
-        return RecipeError("not a known value", field=field, got=got, allowed=item["ctx"]["expected"])
+        return RecipeError(
+            "not an allowed value", field=field, got=got, allowed=item["ctx"]["expected"]
+        )
     return RecipeError(item["msg"], field=field, got=got)
 
 
 def _section_at(root: type[BaseModel], location: list[str]) -> dict[str, Any]:
-    """Fields of the model that sits at `location`."""
+    """Return the fields of the model at `location`."""
     fields: dict[str, Any] = dict(root.model_fields)
     for part in location:
         if part.isdigit():
@@ -270,12 +316,12 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _elsewhere(root: type[BaseModel], word: str) -> str | None:
-    """`section.key` for a key that exists, or nearly so, but in another section."""
-    homes = {
+    """Return `section.key` of the closest key in any other section, or None."""
+    sections = {
         key: name
         for name, info in root.model_fields.items()
         for section in _models_in(info.annotation)
         for key in section.model_fields
     }
-    guess = nearest(word, homes)
-    return f"{homes[guess]}.{guess}" if guess else None
+    guess = nearest(word, sections)
+    return f"{sections[guess]}.{guess}" if guess else None

@@ -1,4 +1,4 @@
-"""Which decoder, which tokenizer, and how experts are kept evenly used."""
+"""Recipe sections of the model, the tokenizer and expert load balancing."""
 
 from __future__ import annotations
 
@@ -10,87 +10,104 @@ from shardwright.config.section import PathText, Positive, Section
 
 
 def _as_dropout(value: Any) -> Any:
-    return "off" if value is False else value  # YAML reads a bare `off` as a switch
+    return "off" if value is False else value  # YAML reads an unquoted `off` as false
 
 
 Dropout = Annotated[Literal["config", "off"], BeforeValidator(_as_dropout)]
 
 
 class ModelSection(Section):
-    """Which decoder, and where its weights come from."""
+    """The decoder and the source of its weights."""
 
     path: PathText | None = None
-    """A Hugging Face folder: its config.json is the architecture and, with `init: pretrained`, its safetensors the weights."""
+    """A Hugging Face folder: its config.json defines the architecture and, with
+    `init: pretrained`, its safetensors files the weights."""
     config: dict[str, Any] | None = None
-    """The content of a config.json written here instead (`model_type: llama`, ...). `vocab_size` may be left out: the
-    tokenizer's is taken."""
+    """The content of a config.json, inline (`model_type: llama`, ...). Without `vocab_size` the
+    tokenizer's size is used."""
     init: Literal["random", "pretrained"] | None = None
-    """`pretrained` reads the folder's weights; `random` depends on parameter name and seed only. Default: `pretrained`
-    with `path`, `random` with `config`."""
+    """`pretrained` loads the folder's weights; `random` initialises each parameter from its
+    name and the seed. Default: `pretrained` with `path`, `random` with `config`."""
     attention: Literal["auto", "explicit"] = "auto"
-    """`auto` uses PyTorch's fused kernels and says in the log where they refuse; `explicit` spells the products out."""
+    """`auto` uses PyTorch's fused kernels and logs where they are unavailable; `explicit`
+    computes attention with separate matrix products."""
     compile: bool = False
-    """torch.compile each block."""
+    """Compile each block with torch.compile."""
     loss_chunk_tokens: Positive = 1024
-    """Tokens whose logits are held at a time by the chunked linear cross-entropy."""
+    """Tokens whose logits the chunked linear cross-entropy computes at a time."""
     dropout: Dropout = "config"
-    """`off` trains without the dropout that the model's config.json asks for."""
+    """`off` disables the dropout that the model's config.json specifies."""
     trust_remote_code: bool = False
-    """Let a model of an unknown family be made by the Python code in its own folder (`path`), which then runs as you."""
+    """Let the Python code in the folder `path` build a model of an unknown family. The code
+    runs with your permissions."""
     freeze: tuple[str, ...] = ()
-    """Parameters that keep their initial values, by name pattern (`*.bias`). A pattern that matches nothing is an error."""
+    """Parameters that keep their initial values, by name pattern (`*.bias`). A pattern without
+    a match is an error."""
     keep_zeros: bool = False
-    """Zeros of the matrices of `path` stay zero: a pruned model stays pruned. Their gradients count nowhere."""
+    """Keep zeros in the matrices of `path` at zero, so that a pruned model stays pruned. Their
+    gradients are excluded from all sums."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
         if self.keep_zeros and not self.pretrained:
-            raise ValueError("`keep_zeros` keeps those of a folder's weights; it needs `path`")
+            raise ValueError("`keep_zeros` is for weights from a folder; it needs `path`")
         if (self.path is None) == (self.config is None):
-            raise ValueError("give either `path` (a Hugging Face folder) or `config` (its config.json inline), not both or neither")
+            raise ValueError(
+                "give exactly one of `path` (Hugging Face folder) and `config` (inline config.json)"
+            )
         if self.init == "pretrained" and self.path is None:
-            raise ValueError("`init: pretrained` needs `path`, the folder that holds the weights")
+            raise ValueError("`init: pretrained` needs `path`, the folder with the weights")
         if self.trust_remote_code and self.path is None:
-            raise ValueError("`trust_remote_code` needs `path`, the folder that holds the code")
+            raise ValueError("`trust_remote_code` needs `path`, the folder with the code")
         return self
 
     @property
     def pretrained(self) -> bool:
-        """Whether weights are read from `path`."""
+        """True if weights are loaded from `path`."""
         return self.init == "pretrained" or (self.init is None and self.path is not None)
 
 
 class TokenizerSection(Section):
-    """How text becomes ids."""
+    """Tokenizer: loaded from a folder, or built from the training sources."""
 
     kind: Literal["huggingface", "bpe", "character"] = "huggingface"
-    """`huggingface`: the tokenizer of `path` (default: the model's folder). `bpe`: byte-level BPE trained on the training
-    sources. `character`: one id per character of the training sources."""
+    """`huggingface`: the tokenizer in `path` (default: the model's folder). `bpe`: byte-level
+    BPE trained on the training sources. `character`: one id per character of the training
+    sources."""
     path: PathText | None = None
     """Folder with tokenizer.json, for `kind: huggingface`."""
     vocab_size: Positive | None = None
-    """For `kind: bpe`: size of the vocabulary to train."""
+    """Size of the vocabulary to train, for `kind: bpe`."""
 
     @model_validator(mode="after")
     def _fits_kind(self) -> TokenizerSection:
         if self.kind == "bpe" and self.vocab_size is None:
             raise ValueError("`kind: bpe` needs `vocab_size`")
         if self.kind != "bpe" and self.vocab_size is not None:
-            raise ValueError(f"`vocab_size` is for `kind: bpe`; the size of a {self.kind} tokenizer is its own")
+            raise ValueError(
+                f"`vocab_size` is for `kind: bpe`; a {self.kind} tokenizer determines its own size"
+            )
         if self.kind != "huggingface" and self.path is not None:
-            raise ValueError(f"`path` is for `kind: huggingface`; a {self.kind} tokenizer is made from the training sources")
+            raise ValueError(
+                f"`path` is for `kind: huggingface`; "
+                f"a {self.kind} tokenizer is built from training data"
+            )
         return self
 
 
 class MoeSection(Section):
-    """How the experts of a sparse model are kept evenly used; none of it acts outside of training."""
+    """Load balancing over the experts of a mixture-of-experts model; active in training
+    only."""
 
     balance_loss_coefficient: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the auxiliary balance loss, counted per sequence. Default: what the model's config.json says
-    (router_aux_loss_coef), 0 for a family without that field."""
+    """Weight of the auxiliary balance loss, counted per sequence. Default: router_aux_loss_coef
+    of the model's config.json, or 0 for a family without that field."""
     z_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the router z-loss, which keeps the router's logits small; 0.001 is usual when training from scratch."""
+    """Weight of the router z-loss, which keeps the router's logits small; 0.001 is usual when
+    training from scratch."""
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
-    """Tokens that an expert takes of one sequence, as a multiple of its even share; what is beyond is dropped. Null: nothing is."""
+    """Tokens that an expert accepts from one sequence, as a multiple of its even share; the
+    others are dropped. Null drops none."""
     bias_update_rate: Annotated[float, Field(ge=0)] | None = None
-    """By how much a step moves each expert's balance bias towards even loads. Default 0.001 for a model that has such biases."""
+    """Change of each expert's balance bias per step, towards even loads. Default 0.001 for a
+    model with such biases."""

@@ -1,4 +1,4 @@
-"""Learning from pairs of responses of which one is preferred."""
+"""Recipe section of training on preferred and rejected responses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from shardwright.config.section import Section
 
 
 class PreferenceSection(Section):
-    """Preference tuning: what is learned is which of two responses is preferred, not their tokens. The sources then hold `chosen`
-    and `rejected` responses, a pair a row, and `training.global_batch_size` counts pairs."""
+    """Preference tuning: the model learns which of two responses is preferred. The sources
+    contain one pair of `chosen` and `rejected` responses per row; `training.global_batch_size`
+    counts pairs."""
 
     kind: Literal["dpo"] = "dpo"
     """`dpo`: direct preference optimisation (Rafailov et al. 2023)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How hard the model is held to the reference: the larger, the closer it stays."""
+    """Strength of the pull towards the reference model: larger values stay closer to it."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs taken to be the wrong way round (conservative DPO)."""
+    """Assumed fraction of pairs with swapped labels (conservative DPO)."""
     reference: Literal["frozen", "adapter_off"] | None = None
-    """What the model is held to: the weights it began with, `frozen` beside it in the same layout, or the model with its adapters
-    switched off, which costs no memory. Default: `adapter_off` with `adapters`, else `frozen`."""
+    """Reference model: `frozen` is a copy of the initial weights in the same layout;
+    `adapter_off` is the model with its adapters disabled, which needs no extra memory. Default:
+    `adapter_off` with `adapters`, else `frozen`."""

@@ -1,4 +1,4 @@
-"""What all sections of a recipe have in common: frozen, strict, and documented by their attributes."""
+"""Base class and shared types of the recipe's sections."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ _MAX_PART_BYTES = 255
 
 
 def _check_path(text: str) -> str:
-    """Refuse what no Linux file system takes, before it fails wherever it is first opened. URLs are left to their protocols."""
+    """Refuse paths that no Linux file system accepts, before they are opened. URLs are not
+    checked."""
     if not text.strip():
-        raise ValueError("a path is missing: the text is empty")
+        raise ValueError("the path is empty")
     if "://" in text:
         return text
     if len(os.fsencode(text)) > _MAX_PATH_BYTES:
         raise ValueError(f"the path is longer than {_MAX_PATH_BYTES:,} bytes")
     longest = max(len(os.fsencode(part)) for part in text.split("/"))
     if longest > _MAX_PART_BYTES:
-        raise ValueError(f"a name in the path is {longest:,} bytes long; {_MAX_PART_BYTES} are allowed")
+        raise ValueError(
+            f"a name in the path is {longest:,} bytes long; {_MAX_PART_BYTES} are allowed"
+        )
     return text
 
 
@@ -34,6 +37,8 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and an unknown key is an error."""
+    """Base of all sections: immutable; an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )

@@ -1,4 +1,4 @@
-"""The optimisation: batch arithmetic, schedule, update rule, precision, validation."""
+"""Recipe sections of training: batch, length, schedule, optimizer, precision, evaluation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ ScheduleKind = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 
 
 class TrainingSection(Section):
-    """Batch arithmetic, length, and the optimisation's schedule."""
+    """Batch, length and learning-rate schedule of the training."""
 
     sequence_length: Positive
-    """Tokens per sequence that the model sees (inputs; labels are the same sequence shifted by one)."""
+    """Tokens per sequence of the model's input (labels are the same sequence shifted by
+    one)."""
     micro_batch_size: Positive | None = None
     """Sequences per rank in one forward pass."""
     global_batch_size: Positive | None = None
-    """Sequences per optimizer step over all ranks: micro_batch_size x data ranks x gradient_accumulation_steps."""
+    """Sequences per optimizer step over all ranks: micro_batch_size x data ranks x
+    gradient_accumulation_steps."""
     gradient_accumulation_steps: Positive | None = None
     """Forward-backward passes per optimizer step."""
     max_steps: Positive | None = None
-    """Optimizer steps. With `num_epochs` too, whichever ends first."""
+    """Optimizer steps. If `num_epochs` is also set, training ends at whichever comes first."""
     num_epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Passes over the training samples."""
     learning_rate: Annotated[float, Field(ge=0)]
@@ -36,38 +38,48 @@ class TrainingSection(Section):
     warmup_steps: NonNegative = 0
     """Steps of linear warmup: step i of w runs at learning_rate x (i + 1) / (w + 1)."""
     decay_steps: Positive | None = None
-    """For warmup_stable_decay: length of the final decay; default a tenth of the steps."""
+    """Length of the final decay, for warmup_stable_decay; default a tenth of the steps."""
     batch_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scales the learning rate by (global_batch_size / base_batch_size), or its square root."""
+    """Scale the learning rate by global_batch_size / base_batch_size, or by its square root."""
     base_batch_size: Positive | None = None
-    """Batch for which `learning_rate` was chosen; needed by `batch_scaling`."""
+    """Batch size for which `learning_rate` was chosen; required by `batch_scaling`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decay of matrices, added to the gradient with sgd, decoupled with every other rule; norms and biases are not decayed."""
+    """Weight decay of matrices; norms and biases are not decayed. Part of the gradient with
+    sgd, decoupled with all other optimizers."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Clip to this global norm; null clips nothing."""
+    """Maximum global gradient norm; null disables clipping."""
     label_smoothing: Fraction = 0.0
-    """Share of each target that is spread evenly over the vocabulary. Losses of training steps are the smoothed ones, those of
-    evaluation are not."""
+    """Fraction of the target probability that is spread evenly over the vocabulary. The
+    reported training loss is smoothed, the validation loss is not."""
     neftune_noise_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """Noise on the embeddings while training, drawn evenly from +-alpha / sqrt(sequence_length x hidden_size): NEFTune (arXiv
-    2310.05914; 5 is usual for fine-tuning). A function of seed, step and sample: every layout draws the same."""
+    """Noise added to embeddings in training, uniform in +-alpha / sqrt(sequence_length x
+    hidden_size): NEFTune (arXiv 2310.05914; 5 is usual for fine-tuning). It depends on seed,
+    step and sample only, so it is the same under every layout."""
     max_skipped_steps: NonNegative = 10
-    """Steps in a row that may be skipped for a gradient that is not finite before the run is an error."""
+    """Maximum number of consecutive steps that are skipped for a non-finite gradient; one more
+    is an error."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingSection:
         if self.max_steps is None and self.num_epochs is None:
-            raise ValueError("say how long to train: `max_steps` or `num_epochs`")
+            raise ValueError("the length of training is missing: set `max_steps` or `num_epochs`")
         if self.batch_scaling != "none" and self.base_batch_size is None:
             raise ValueError(f"`batch_scaling: {self.batch_scaling}` needs `base_batch_size`")
         if self.batch_scaling == "none" and self.base_batch_size is not None:
             raise ValueError("`base_batch_size` is for `batch_scaling: linear` or `sqrt`")
         if self.schedule == "constant" and self.min_learning_rate:
-            raise ValueError("`min_learning_rate` is where a decaying schedule ends; `schedule: constant` does not decay")
+            raise ValueError(
+                "`min_learning_rate` has no effect with `schedule: constant`, which does not decay"
+            )
         if self.schedule != "warmup_stable_decay" and self.decay_steps is not None:
-            raise ValueError(f"`decay_steps` is for `schedule: warmup_stable_decay`, not {self.schedule}")
+            raise ValueError(
+                f"`decay_steps` is for `schedule: warmup_stable_decay`, not {self.schedule}"
+            )
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(f"`min_learning_rate` ({self.min_learning_rate}) is above `learning_rate` ({self.learning_rate})")
+            raise ValueError(
+                f"`min_learning_rate` ({self.min_learning_rate}) is above "
+                f"`learning_rate` ({self.learning_rate})"
+            )
         return self
 
 
@@ -83,31 +95,36 @@ _OPTIMIZER_KEYS: dict[OptimizerName, tuple[str, ...]] = {
 
 
 class OptimizerSection(Section):
-    """The update rule. Under any layout a step is the one of a single process; docs/optimizers.md says how, and what each costs."""
+    """Optimizer. A step is the same under every layout as in a single process;
+    docs/optimizers.md explains how, and the memory of each optimizer."""
 
     name: OptimizerName = "adamw"
-    """`adamw`; `adamw_8bit`: its moments in a byte each (needs the extra `lowbit`); `adafactor`: a second moment per row and
-    column, steps relative to each parameter's size; `muon`: matrices of blocks by their orthogonal momentum, at the learning rate
-    that AdamW would have, all else by AdamW; `sgd`."""
+    """`adamw`; `adamw_8bit`: moments of one byte each (needs the extra `lowbit`); `adafactor`:
+    a second moment per row and column, steps relative to each parameter's scale; `muon`:
+    orthogonalised momentum for the matrices of the blocks, at AdamW's learning rate, and AdamW
+    for all other parameters; `sgd`."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """beta1, beta2 and eps are those of adamw, adamw_8bit, and of what muon leaves to AdamW."""
+    """beta1, beta2 and eps apply to adamw, adamw_8bit and the AdamW part of muon."""
     momentum: Fraction | None = None
-    """For sgd (default 0) and for muon's matrices (default 0.95)."""
+    """Momentum of sgd (default 0) and of muon's matrices (default 0.95)."""
     block_size: Literal[256, 128, 64, 32] = 256
-    """For adamw_8bit: elements of a row that share a scale."""
+    """Elements of a row that share a scale, for adamw_8bit."""
 
     @model_validator(mode="after")
     def _belongs(self) -> OptimizerSection:
         for key in ("beta1", "beta2", "eps", "momentum", "block_size"):
-            if key not in _OPTIMIZER_KEYS[self.name] and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"`{key}` does nothing with `name: {self.name}`")
+            if (
+                key not in _OPTIMIZER_KEYS[self.name]
+                and getattr(self, key) != type(self).model_fields[key].default
+            ):
+                raise ValueError(f"`{key}` has no effect with `name: {self.name}`")
         return self
 
     @property
     def momentum_or_default(self) -> float:
-        """`momentum`, or what the rule takes without it."""
+        """`momentum`, or the optimizer's default."""
         if self.momentum is not None:
             return self.momentum
         return 0.95 if self.name == "muon" else 0.0
@@ -117,15 +134,16 @@ class PrecisionSection(Section):
     """Compute precision; master weights and moments stay fp32 (fp64 with `kind: fp64`)."""
 
     kind: PrecisionKind = "auto"
-    """Of matrix products. `auto` is bf16 where the device multiplies bf16 natively, otherwise fp32: chosen when the run begins,
-    recorded in its folder, and kept when it resumes on another machine."""
+    """Precision of matrix products. `auto` is bf16 if the device multiplies bf16 natively,
+    otherwise fp32; the choice is made at the start of the run, recorded in its folder, and kept
+    if the run resumes on another machine."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3) also keeps what it accumulates
-    between micro-batches in it."""
+    """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3)
+    also accumulates micro-batches in bf16."""
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
-    """For fp16: where dynamic loss scaling starts."""
+    """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000
-    """For fp16: finite steps before the scale doubles; a step that is not finite halves it."""
+    """Finite steps before the loss scale doubles, for fp16; a non-finite step halves it."""
 
     @model_validator(mode="after")
     def _belongs(self) -> PrecisionSection:
@@ -140,20 +158,24 @@ def _as_precision(value: Any) -> Any:
 
 
 Precision = Annotated[PrecisionSection, BeforeValidator(_as_precision)]
-"""Written as a mapping, or as its kind alone."""
+"""A mapping, or only its `kind`."""
 
 
 class EvaluationSection(Section):
-    """Validation while training."""
+    """Evaluation on the validation data."""
 
     every_steps: Positive | None = None
-    """Steps between evaluations; null evaluates only at the end (when there is validation data)."""
+    """Steps between evaluations; null evaluates only at the end (if there is validation
+    data)."""
     micro_batch_size: Positive | None = None
-    """Sequences per rank in one forward pass; default training.micro_batch_size (without gradients more would fit)."""
+    """Sequences per rank in one forward pass; default training.micro_batch_size (a larger one
+    may fit, because no gradients are kept)."""
     max_batches: Positive | None = None
-    """Micro-batches per rank; null is the whole validation set."""
+    """Maximum number of micro-batches per rank; null uses the whole validation set."""
     num_samples: NonNegative = 0
-    """Texts that the model writes at every evaluation, into `samples/` of the run folder: it goes on, by the likeliest tokens,
-    from what stands before the first learnt token of as many validation documents. Each token is a forward pass of them all."""
+    """Number of texts that the model generates at every evaluation, written to `samples/` in
+    the run folder. Each continues, with greedy decoding, the part of a validation document
+    before its first supervised token. All are generated together, one forward pass per
+    token."""
     sample_tokens: Positive = 64
-    """Tokens that each of them has at most."""
+    """Maximum number of tokens of each generated text."""

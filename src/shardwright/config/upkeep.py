@@ -1,4 +1,4 @@
-"""The run folder, what is saved, and what happens when a rank is lost."""
+"""Recipe sections of the run folder, checkpoints, restarts and the watchdog."""
 
 from __future__ import annotations
 
@@ -9,100 +9,118 @@ from pydantic import Field, model_validator
 from shardwright.config.section import NonNegative, PathText, Positive, Section
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
-"""What ranks compute on; `auto` takes CUDA where there is some."""
+"""Device type of the ranks; `auto` uses CUDA if available."""
 
 
 class CheckpointSection(Section):
-    """What is saved, when, where, and how much is kept."""
+    """Checkpoints: when and where they are saved, and how many are kept."""
 
     dir: PathText | None = None
-    """Where: a folder, or an fsspec URL such as `s3://bucket/run`; default `checkpoints` in the run folder."""
+    """Folder or fsspec URL such as `s3://bucket/run`; default `checkpoints` in the run
+    folder."""
     every_steps: Positive | None = None
-    """Steps between checkpoints; null saves only at the end, on a stop, and where validation improves (`keep_best`)."""
+    """Steps between checkpoints; null saves only at the end, on a stop signal, and when
+    validation improves (`keep_best`)."""
     keep_last: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: Positive | None = None
-    """Checkpoints of steps that are multiples of this are never removed."""
+    """Never delete checkpoints of steps that are multiples of this."""
     keep_best: bool = True
-    """Save where the validation loss is the lowest so far, and keep that one too."""
+    """Save when the validation loss is the lowest so far, and keep that checkpoint too."""
     asynchronous: bool = True
-    """Write while the training goes on: its next update waits for a copy to host memory, which is kept for the save after. The last
-    save of a run, and the one after a stop signal, are waited for."""
+    """Write checkpoints in the background: the next update waits only for a copy to host
+    memory, whose buffers are reused by later saves. The last save of a run, and the one after a
+    stop signal, are synchronous."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """How long ranks wait for each other while they save; the training's own time-out is run.timeout_seconds."""
+    """Maximum time that ranks wait for each other during a save; run.timeout_seconds applies to
+    training."""
 
 
 class RollbackSection(Section):
-    """Going back to an earlier checkpoint, and past the data that came after it, where the loss spikes or where more steps in a row
-    than `training.max_skipped_steps` had no finite gradient. Recorded in events.jsonl (`rolled_back`)."""
+    """Return to an earlier checkpoint and skip the data after it, when the loss spikes or when
+    more than `training.max_skipped_steps` consecutive steps have a non-finite gradient.
+    Recorded in events.jsonl (`rolled_back`)."""
 
     spike_nats: Annotated[float, Field(gt=0)] = 1.0
     """A loss this far above the median of the last `window_steps` is a spike."""
     window_steps: Positive = 32
-    """Losses that the median is taken of; nothing is a spike before there are as many."""
+    """Number of losses in the median; no spike is detected before that many steps."""
     at_least_steps_before: NonNegative = 0
-    """Take the newest checkpoint this many steps before the spike or more: what made it may have been learned some steps earlier.
-    `checkpoint.keep_last` or `keep_every` must have kept one."""
+    """Roll back to the newest checkpoint that is at least this many steps older than the spike,
+    because its cause may lie some steps earlier. `checkpoint.keep_last` or `keep_every` must
+    keep such a checkpoint."""
     max_rollbacks: Positive = 3
-    """In one call of `train`, or from one restart to the next; what comes after is told and trained through."""
+    """Maximum number of rollbacks in one call of `train`, or between two restarts; later spikes
+    are logged and training continues."""
 
 
 class ElasticSection(Section):
-    """What happens when a rank is lost: the ranks of this machine are started again and go on from the newest whole checkpoint."""
+    """Restarts after the loss of a rank: all ranks of this machine start again from the newest
+    complete checkpoint."""
 
     max_restarts: NonNegative = 0
-    """How often, in one call of `train`; 0 ends the run with the first loss."""
+    """Maximum number of restarts in one call of `train`; 0 ends the run at the first
+    failure."""
     min_ranks: Positive | None = None
-    """After a generation that saved nothing new, go on with fewer ranks, down to this many, where the layout leaves a degree open
-    and the global batch stays the same. Null starts as many as before."""
+    """Minimum number of ranks. After a generation that saved nothing new, restart with fewer
+    ranks, if the layout leaves a degree open and the global batch stays the same. Null always
+    restarts with the same number."""
     rollback: RollbackSection | None = None
-    """Go back by itself where the loss spikes; null goes on."""
+    """Automatic rollback on loss spikes; null continues without rollback."""
 
     @model_validator(mode="after")
     def _acts(self) -> ElasticSection:
         if self.min_ranks is not None and not self.max_restarts:
-            raise ValueError("`min_ranks` is for restarts: give `max_restarts`, too")
+            raise ValueError("`min_ranks` is for restarts: set `max_restarts` too")
         return self
 
 
 class WatchdogSection(Section):
-    """When a run of several ranks is said to hang, and one of them to be slow. What hangs is named, with the collective that it
-    lacks; everybody's stacks go to `hangs/` in the run folder; the ranks are ended, and started again where `elastic` says so."""
+    """Detection of hangs and slow ranks in runs with several ranks. On a hang, the watchdog
+    reports the rank and the collective that it did not reach, writes the stacks of all ranks to
+    `hangs/` in the run folder, and ends the ranks; they restart if `elastic` allows it."""
 
     enabled: bool = True
-    """False leaves it to the collectives' own time-out (run.timeout_seconds), which names nobody."""
+    """False leaves hangs to the time-out of the collectives (run.timeout_seconds), which does
+    not identify a rank."""
     factor: Annotated[float, Field(gt=1)] = 20.0
-    """A step, a save or a batch of an evaluation hangs after this many times the longest that it has taken so far. The first one is
-    not counted; until three more were seen, nine tenths of run.timeout_seconds (checkpoint.timeout_seconds for saves) hold, which
-    are the most at any time."""
+    """A step, a save or an evaluation batch counts as a hang after this many times the longest
+    duration so far. The first one is not counted. Until three more are measured, and as an
+    upper bound at any time, the limit is nine tenths of run.timeout_seconds (for saves,
+    checkpoint.timeout_seconds)."""
     floor_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """The least that a learned limit may be."""
+    """Lower bound of a limit derived from measured durations."""
     setup_seconds: Annotated[float, Field(gt=0)] = 3600.0
-    """How long everything before the first step may take: reading data, loading weights, meeting the others."""
+    """Time limit for everything before the first step: reading data, loading weights,
+    connecting to the other ranks."""
     slow_factor: Annotated[float, Field(gt=1)] | None = 1.5
-    """A rank is named as slow when its own work, waiting for others left out, takes this many times that of the ranks with the same
-    work, in `slow_steps` steps; null names nobody."""
+    """A rank is reported as slow when its own work, without waiting for others, takes this many
+    times as long as that of the ranks with the same work, over `slow_steps` steps; null reports
+    none."""
     slow_steps: Annotated[int, Field(ge=6, multiple_of=3, strict=True)] = 15
-    """A slow rank is named after this many steps, or up to a third more where it became slow in the middle of a block: three blocks
-    in a row must each show it."""
+    """Steps before a slow rank is reported, up to a third more if it became slow within a
+    block: each of three consecutive blocks must show it."""
 
 
 class RunSection(Section):
-    """The run folder and what is written there."""
+    """The run folder and its contents."""
 
     dir: PathText | None = None
     """Run folder; default `runs/<name>`."""
     log_every_steps: Positive = 1
-    """Steps between lines of the log (events.jsonl has every step)."""
+    """Steps between log lines (events.jsonl contains every step)."""
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    """Optional sinks beside events.jsonl."""
+    """Additional sinks for events, besides events.jsonl."""
     profile_steps: tuple[Positive, ...] = ()
-    """Steps that are profiled, by their numbers in the log: all ranks on one clock, one trace for Perfetto or chrome://tracing in
-    `profile/` of the run folder. A profiled step is slower."""
+    """Steps to profile, by their numbers in the log. All ranks' timelines are aligned and
+    written as one trace for Perfetto or chrome://tracing, to `profile/` in the run folder.
+    Profiled steps are slower."""
     device: DeviceKind = "auto"
-    """`auto` takes CUDA where it is."""
+    """Device of the ranks; `auto` uses CUDA if available."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """How long a collective may wait before the run is declared broken."""
+    """Time limit of a collective; after it the run fails."""
     replica_check_every_steps: Positive | None = None
-    """Steps between comparisons of the weights that several ranks hold alike; a difference ends the run before it is saved, and
-    `elastic` goes back to the checkpoint before. Checked before every save, too. Null never checks."""
+    """Steps between comparisons of the weights that are replicated on several ranks. A
+    difference ends the run before it is saved, and `elastic` restarts from the previous
+    checkpoint. The weights are also compared before every save. Null disables all
+    comparisons."""

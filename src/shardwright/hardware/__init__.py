@@ -1,7 +1,14 @@
-"""Accelerators, links and clusters: what data sheets say, and what a machine was measured to do."""
+"""Accelerators, links and clusters, with catalogue figures and rates measured on a machine."""
 
 from shardwright.hardware.cluster import Accelerator, Cluster, Link, Node
-from shardwright.hardware.load import accelerators, find_accelerator, find_link, find_node, links, parse_cluster
+from shardwright.hardware.load import (
+    accelerators,
+    find_accelerator,
+    find_link,
+    find_node,
+    links,
+    parse_cluster,
+)
 from shardwright.hardware.profile import (
     AttentionRate,
     CollectiveRate,

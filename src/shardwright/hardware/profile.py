@@ -1,22 +1,24 @@
-"""Rates measured on the machine itself, which the planner prefers to data sheets; written by `doctor --calibrate`. Torch-free.
+"""Rates measured on one machine, which override the catalogue; written by `doctor --calibrate`.
 
-The file is JSON, one object:
+The module imports no torch. The file is one JSON object:
 
     schema_version   1
-    accelerator      the device's name as its driver tells it, and `catalog_name`, the catalogue's entry for it
-    measured_at      ISO 8601 date and time; `software`: versions that the rates depend on
-    memory_bytes     what the driver offers to a process
+    accelerator      device name in its driver; `catalog_name`: its entry in the catalogue
+    measured_at      ISO 8601 date and time; `software`: versions that affect the rates
+    memory_bytes     memory that the driver offers to a process
     memory_bytes_per_second   bytes read plus written per second by a large copy on the device
     matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
     collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
-    attention        [{precision, row_tokens, head_dim, forward_flops_per_second, backward_flops_per_second}]    of the fused
-                     kernel over causal rows; may be left out
-    elementwise      [{precision, tokens, width, forward_bytes_per_second, backward_bytes_per_second}]    of what lies between
-                     products; may be left out
-    handoff_seconds  what a collective costs between two pieces of work beyond its time back to back; may be left out
+    attention        [{precision, row_tokens, head_dim, forward_flops_per_second,
+                     backward_flops_per_second}]    fused kernel over causal rows; optional
+    elementwise      [{precision, tokens, width, forward_bytes_per_second,
+                     backward_bytes_per_second}]    operations between products; optional
+    handoff_seconds  extra time of a collective between two computations, compared with
+                     back-to-back collectives; optional
 
-`message_bytes` is the size of the whole result of an all_gather, of the whole input of a reduce_scatter, of the tensor of an
-all_reduce or broadcast, of one rank's input of an all_to_all, and of the message of a send.
+`message_bytes` is the size of the whole result of an all_gather, of the whole input of a
+reduce_scatter, of the tensor of an all_reduce or broadcast, of one rank's input of an
+all_to_all, and of the message of a send.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from shardwright.files import read_text
 
 SCHEMA_VERSION = 1
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
+]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class MatmulRate:
 
 @dataclass(frozen=True)
 class CollectiveRate:
-    """Seconds that one collective took over `num_ranks`, `ranks_per_node` of them on each node."""
+    """Measured time of one collective over `num_ranks`, `ranks_per_node` of them on each
+    node."""
 
     kind: CollectiveKind
     num_ranks: int
@@ -60,12 +65,13 @@ class CollectiveRate:
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """Bytes/s that the slowest link must have carried, by nccl-tests' definition of bus bandwidth."""
+        """Bytes/s on the slowest link: bus bandwidth as nccl-tests defines it."""
         return self.message_bytes * bus_factor(self.kind, self.num_ranks) / self.seconds
 
 
 def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
-    """Bytes that each rank must send for one byte of message (nccl-tests, doc/PERFORMANCE.md).
+    """Return the bytes that each rank sends per byte of message (nccl-tests,
+    doc/PERFORMANCE.md).
 
     >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8), bus_factor("send", 2)
     (1.75, 0.875, 1.0)
@@ -81,8 +87,9 @@ def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
 class AttentionRate:
     """FLOP/s achieved by fused causal attention over rows of `row_tokens`.
 
-    Counted as the planner does: 2 (width of queries + width of values) per token and key seen forward, where a token sees
-    (row_tokens + 1) / 2 keys on average; 2.5 times as many backward (FlashAttention-2, section 4.1).
+    Counted as in the planner: forward, 2 (width of queries + width of values) per token and
+    visible key, with (row_tokens + 1) / 2 visible keys per token on average; backward, 2.5
+    times as many (FlashAttention-2, section 4.1).
     """
 
     precision: str
@@ -94,9 +101,10 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class ElementwiseRate:
-    """Bytes/s that a residual sum, a norm and a gate on `[tokens, width]` move, each tensor read and written counted.
+    """Bytes/s of a residual sum, a norm and a gate on `[tokens, width]`, reads plus writes.
 
-    A CPU's 16-bit operations compute in fp32 and go by elements, not bytes: no share of a copy's pace.
+    A CPU computes 16-bit operations in fp32, so their time depends on elements rather than
+    bytes; a fixed fraction of the copy rate would not describe it.
     """
 
     precision: str
@@ -107,7 +115,9 @@ class ElementwiseRate:
 
 
 def attention_flops(tokens: int, row_tokens: int, widths: int) -> float:
-    """FLOPs of a forward pass over causal rows; `widths` of queries and values together, over all heads.
+    """Return the FLOPs of a forward pass over causal rows.
+
+    `widths` is the width of queries plus that of values, over all heads.
 
     >>> attention_flops(tokens=8, row_tokens=4, widths=2)
     80.0
@@ -117,7 +127,11 @@ def attention_flops(tokens: int, row_tokens: int, widths: int) -> float:
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """What one machine achieved. Look-ups answer None where nothing was measured: the caller then falls back to the catalogue."""
+    """Rates achieved by one machine.
+
+    The `*_per_second` and `*_seconds` methods return None if nothing relevant was measured;
+    callers then use the catalogue.
+    """
 
     accelerator: str
     catalog_name: str | None
@@ -130,19 +144,29 @@ class MeasuredProfile:
     attention: tuple[AttentionRate, ...] = ()
     elementwise: tuple[ElementwiseRate, ...] = ()
     handoff_seconds: float | None = None
-    """Of each collective, where ranks compute before it: the wait for whoever comes last, and threads that must be woken."""
+    """Extra time of each collective after a computation: the wait for the last rank, and the
+    wake-up of threads."""
 
     def matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
-        """FLOP/s of the measured product nearest in shape, by the sum of the distances of log m, log n and log k."""
+        """Return FLOP/s of the measured product with the closest shape.
+
+        The distance is the sum of the differences of log m, log n and log k.
+        """
         known = [rate for rate in self.matmuls if rate.precision == precision]
         if not known:
             return None
-        return min(known, key=lambda rate: _distance((rate.m, rate.n, rate.k), (m, n, k))).flops_per_second
+        return min(
+            known, key=lambda rate: _distance((rate.m, rate.n, rate.k), (m, n, k))
+        ).flops_per_second
 
-    def collective_seconds(self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float) -> float | None:
-        """Seconds of a collective, interpolated between measured sizes of the same kind and group.
+    def collective_seconds(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
+    ) -> float | None:
+        """Return seconds of a collective, interpolated between measured sizes of its kind and
+        group.
 
-        Below the smallest size it is that size's time (latency); above the largest it grows with the bytes.
+        Below the smallest size the time is constant (latency); above the largest it is
+        proportional to the bytes.
         """
         same = [
             rate
@@ -160,15 +184,25 @@ class MeasuredProfile:
                 return low_seconds + share * (high_seconds - low_seconds)
         return points[-1][1] * message_bytes / points[-1][0]
 
-    def attention_flops_per_second(self, precision: str, row_tokens: float, head_dim: int, *, backward: bool) -> float | None:
-        """FLOP/s of fused attention with the nearest width of heads, interpolated between measured rows by the log of their
-        length; beyond the shortest and the longest it is theirs."""
+    def attention_flops_per_second(
+        self, precision: str, row_tokens: float, head_dim: int, *, backward: bool
+    ) -> float | None:
+        """Return FLOP/s of fused attention, interpolated over the log of the row length.
+
+        Uses the measured head width that is closest; outside the measured lengths the rate is
+        constant.
+        """
         known = [rate for rate in self.attention if rate.precision == precision]
         if not known:
             return None
-        width = min((rate.head_dim for rate in known), key=lambda width: abs(math.log(width / head_dim)))
+        width = min(
+            (rate.head_dim for rate in known), key=lambda width: abs(math.log(width / head_dim))
+        )
         points = sorted(
-            (rate.row_tokens, rate.backward_flops_per_second if backward else rate.forward_flops_per_second)
+            (
+                rate.row_tokens,
+                rate.backward_flops_per_second if backward else rate.forward_flops_per_second,
+            )
             for rate in known
             if rate.head_dim == width
         )
@@ -177,16 +211,20 @@ class MeasuredProfile:
                 return slow + math.log(row_tokens / short) / math.log(long / short) * (fast - slow)
         return points[0][1] if row_tokens <= points[0][0] else points[-1][1]
 
-    def elementwise_bytes_per_second(self, precision: str, tokens: int, width: int, *, backward: bool) -> float | None:
-        """Bytes/s of the measured tensors whose size is nearest."""
+    def elementwise_bytes_per_second(
+        self, precision: str, tokens: int, width: int, *, backward: bool
+    ) -> float | None:
+        """Return bytes/s of the measured tensors with the closest size."""
         known = [rate for rate in self.elementwise if rate.precision == precision]
         if not known:
             return None
-        nearest = min(known, key=lambda rate: abs(math.log(rate.tokens * rate.width / (tokens * width))))
+        nearest = min(
+            known, key=lambda rate: abs(math.log(rate.tokens * rate.width / (tokens * width)))
+        )
         return nearest.backward_bytes_per_second if backward else nearest.forward_bytes_per_second
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON of the file."""
+        """Return the content of the file as plain values."""
         return {"schema_version": SCHEMA_VERSION} | asdict(self)
 
 
@@ -198,7 +236,8 @@ def load_profile(path: str | Path) -> MeasuredProfile:
     """Read a measured profile.
 
     Raises:
-        InputError: no such file, not JSON, another schema, or a field that is missing or of the wrong kind, by name.
+        InputError: no such file, not JSON, an unknown schema version, or a missing or invalid
+            field, by name.
     """
     path = Path(path)
     try:
@@ -211,24 +250,26 @@ def load_profile(path: str | Path) -> MeasuredProfile:
             remedy="Write one with `shardwright doctor --calibrate`",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the measured profile is not JSON: {error}", field="profile", got=path) from error
+        raise InputError(
+            f"the measured profile is not JSON: {error}", field="profile", got=path
+        ) from error
     return read_profile(content)
 
 
 def read_profile(content: Any) -> MeasuredProfile:
-    """A profile from its file's JSON, which may also stand in another file.
+    """Parse a profile from the JSON of its file, or from JSON that contains it.
 
     Raises:
-        InputError: another schema, or a field that is missing or of the wrong kind, by name.
+        InputError: an unknown schema version, or a missing or invalid field, by name.
     """
     if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
         got = content.get("schema_version") if isinstance(content, dict) else type(content).__name__
         raise InputError(
-            "a measured profile of another kind",
+            "unknown schema version of a measured profile",
             field="profile.schema_version",
             got=got,
             allowed=str(SCHEMA_VERSION),
-            remedy="Write it again with `shardwright doctor --calibrate`",
+            remedy="Create a new one with `shardwright doctor --calibrate`",
         )
     software = content.get("software")
     return MeasuredProfile(
@@ -253,56 +294,90 @@ def save_profile(profile: MeasuredProfile, path: str | Path) -> None:
 
 def _read_matmul(entry: dict[str, Any]) -> MatmulRate:
     m, n, k = (int(_positive(entry, name, "matmuls")) for name in ("m", "n", "k"))
-    return MatmulRate(_text(entry, "precision", "matmuls"), m, n, k, _positive(entry, "flops_per_second", "matmuls"))
+    return MatmulRate(
+        _text(entry, "precision", "matmuls"),
+        m,
+        n,
+        k,
+        _positive(entry, "flops_per_second", "matmuls"),
+    )
 
 
 def _read_collective(entry: dict[str, Any]) -> CollectiveRate:
     kind = entry.get("kind")
     if kind not in get_args(CollectiveKind):
         raise InputError(
-            "an unknown collective", field="profile.collectives.kind", got=kind, allowed=", ".join(get_args(CollectiveKind))
+            "unknown collective",
+            field="profile.collectives.kind",
+            got=kind,
+            allowed=", ".join(get_args(CollectiveKind)),
         )
     num_ranks, per_node, size = (
-        int(_positive(entry, name, "collectives")) for name in ("num_ranks", "ranks_per_node", "message_bytes")
+        int(_positive(entry, name, "collectives"))
+        for name in ("num_ranks", "ranks_per_node", "message_bytes")
     )
-    return CollectiveRate(cast(CollectiveKind, kind), num_ranks, per_node, size, _positive(entry, "seconds", "collectives"))
+    return CollectiveRate(
+        cast(CollectiveKind, kind),
+        num_ranks,
+        per_node,
+        size,
+        _positive(entry, "seconds", "collectives"),
+    )
 
 
 def _read_attention(entry: dict[str, Any]) -> AttentionRate:
-    row_tokens, head_dim = (int(_positive(entry, name, "attention")) for name in ("row_tokens", "head_dim"))
-    forward, backward = (_positive(entry, f"{way}_flops_per_second", "attention") for way in ("forward", "backward"))
-    return AttentionRate(_text(entry, "precision", "attention"), row_tokens, head_dim, forward, backward)
+    row_tokens, head_dim = (
+        int(_positive(entry, name, "attention")) for name in ("row_tokens", "head_dim")
+    )
+    forward, backward = (
+        _positive(entry, f"{way}_flops_per_second", "attention") for way in ("forward", "backward")
+    )
+    return AttentionRate(
+        _text(entry, "precision", "attention"), row_tokens, head_dim, forward, backward
+    )
 
 
 def _read_elementwise(entry: dict[str, Any]) -> ElementwiseRate:
     tokens, width = (int(_positive(entry, name, "elementwise")) for name in ("tokens", "width"))
-    forward, backward = (_positive(entry, f"{way}_bytes_per_second", "elementwise") for way in ("forward", "backward"))
-    return ElementwiseRate(_text(entry, "precision", "elementwise"), tokens, width, forward, backward)
+    forward, backward = (
+        _positive(entry, f"{way}_bytes_per_second", "elementwise")
+        for way in ("forward", "backward")
+    )
+    return ElementwiseRate(
+        _text(entry, "precision", "elementwise"), tokens, width, forward, backward
+    )
 
 
 def _seconds(content: dict[str, Any], name: str) -> float | None:
-    """None where nothing was measured; 0 is a measurement."""
+    """Return None if nothing was measured; 0 is a measurement."""
     return content.get(name) if content.get(name) in (None, 0, 0.0) else _positive(content, name)
 
 
 def _entries(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
     entries = content.get(name, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise InputError("a list of mappings is wanted", field=f"profile.{name}", got=type(entries).__name__)
+        raise InputError(
+            "expected a list of mappings", field=f"profile.{name}", got=type(entries).__name__
+        )
     return entries
 
 
 def _text(content: dict[str, Any], name: str, where: str = "") -> str:
     value = content.get(name)
     if not isinstance(value, str) or not value:
-        raise InputError("a text is wanted", field=_field(name, where), got=repr(value))
+        raise InputError("expected non-empty text", field=_field(name, where), got=repr(value))
     return value
 
 
 def _positive(content: dict[str, Any], name: str, where: str = "") -> float:
     value = content.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise InputError("a positive number is wanted", field=_field(name, where), got=repr(value))
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise InputError("expected a positive number", field=_field(name, where), got=repr(value))
     return float(value)
 
 

@@ -1,1 +1,1 @@
-"""A recipe elsewhere: started by other people's schedulers, written as other systems' configurations, and read from them."""
+"""Recipes in other systems: launchers and schedulers, and configurations written and read."""

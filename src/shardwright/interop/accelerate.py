@@ -1,4 +1,7 @@
-"""Accelerate's YAML, written and read. Checked against accelerate 1.15, whose launcher takes what is written here."""
+"""Write and read Accelerate's YAML.
+
+Verified with accelerate 1.15, whose launcher accepts what this module writes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from shardwright.interop.converted import Findings, Source
 from shardwright.interop.emitted import Emitted, Subject, commented
 
 _METHODS = {"all_gather": "allgather", "ring": "alltoall"}
-"""Our `cp_method` and accelerate's cp_comm_strategy: keys and values are gathered, or go round."""
+"""Our `cp_method` and accelerate's cp_comm_strategy, which gathers keys and values or rotates
+them."""
 
 _MACHINE = (
     "machine_rank",
@@ -26,10 +30,12 @@ _OURS = ("compute_environment", "debug", "enable_cpu_affinity")
 
 
 def write(subject: Subject) -> Emitted:
-    """The plan for `accelerate launch --config_file`: DDP for zero_stage 0, FSDP2 for the rest."""
-    layout, precision = subject.plan.layout, subject.plan.precision.kind
+    """Write the plan for `accelerate launch --config_file`: DDP for zero_stage 0, else
+    FSDP2."""
+    layout = subject.plan.layout
+    precision = subject.plan.precision.kind
     notes = [*subject.common_notes("the training script"), *_script_notes(subject)]
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": _distributed_type(subject),
@@ -44,21 +50,33 @@ def write(subject: Subject) -> Emitted:
     }
     if not subject.on_accelerators and layout.world_size > 1:
         notes.append(
-            "run.device: cpu: set ACCELERATE_USE_CPU=true beside the launcher, or write Accelerator(cpu=True) in the script"
+            "run.device: cpu: set ACCELERATE_USE_CPU=true for the launcher, "
+            "or use Accelerator(cpu=True) in the script"
         )
     if precision == "fp64":
-        notes.append("precision.kind: fp64: make the model's weights float64 in the script")
+        notes.append("precision.kind: fp64: convert the model's weights to float64 in the script")
     if subject.recipe.model.compile:
-        told["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     if _is_cut(subject):
-        told["fsdp_config"] = _fsdp(subject, notes)
-    degrees = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp, "cp": layout.cp}
+        config["fsdp_config"] = _fsdp(subject, notes)
+    degrees = {
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "tp": layout.tp,
+        "cp": layout.cp,
+    }
     if _is_cut(subject) and (layout.tp > 1 or layout.cp > 1 or layout.dp_replicate > 1):
-        told["parallelism_config"] = {f"parallelism_config_{axis}_size": degree for axis, degree in degrees.items()}
+        config["parallelism_config"] = {
+            f"parallelism_config_{axis}_size": degree for axis, degree in degrees.items()
+        }
         if layout.cp > 1:
-            told["parallelism_config"]["parallelism_config_cp_comm_strategy"] = _METHODS.get(layout.cp_method, "allgather")
+            config["parallelism_config"]["parallelism_config_cp_comm_strategy"] = _METHODS.get(
+                layout.cp_method, "allgather"
+            )
     heading = f"shardwright plan --emit accelerate: {subject.recipe.name}, {layout}"
-    return Emitted(commented(tuple(notes), heading) + yaml.safe_dump(told, sort_keys=False), tuple(notes))
+    return Emitted(
+        commented(tuple(notes), heading) + yaml.safe_dump(config, sort_keys=False), tuple(notes)
+    )
 
 
 def _is_cut(subject: Subject) -> bool:
@@ -69,18 +87,28 @@ def _is_cut(subject: Subject) -> bool:
 def _distributed_type(subject: Subject) -> str:
     if _is_cut(subject):
         return "FSDP"
-    # Of MULTI_CPU accelerate's launcher starts one process only, unless mpirun is there and a hostfile; of MULTI_GPU it starts all.
+    # With MULTI_CPU, accelerate starts one process only, unless mpirun and a hostfile exist;
+    # with MULTI_GPU it starts all of them.
     return "NO" if subject.plan.layout.world_size == 1 else "MULTI_GPU"
 
 
 def _fsdp(subject: Subject, notes: list[str]) -> dict[str, Any]:
     layout = subject.plan.layout
     if layout.zero_stage == 1:
-        notes.append("layout.zero_stage: 1: FSDP2 has no such stage; written as 2, which reduces gradients with every micro-batch")
+        notes.append(
+            "layout.zero_stage: 1: FSDP2 has no such stage; written as 2, "
+            "which reduces gradients after every micro-batch"
+        )
     if layout.zero_stage == 0:
-        notes.append("layout.zero_stage: 0: with tensor or context parallelism accelerate's data ranks are FSDP's; dp_shard is 1")
+        notes.append(
+            "layout.zero_stage: 0: with tensor or context parallelism, accelerate uses FSDP for "
+            "all data ranks; dp_shard is 1"
+        )
     if subject.offload == "optimizer":
-        notes.append("offload: optimizer: FSDP2 offloads parameters and states together (fsdp_offload_params)")
+        notes.append(
+            "offload: optimizer: FSDP2 offloads parameters and optimizer states together "
+            "(fsdp_offload_params)"
+        )
     return {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": layout.zero_stage == 3,
@@ -93,30 +121,43 @@ def _fsdp(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 
 def _script_notes(subject: Subject) -> list[str]:
-    """What accelerate leaves to the script, which is most of the optimisation."""
-    plan, training, optimizer = subject.plan, subject.recipe.training, subject.recipe.optimizer
-    layout, batch = plan.layout, plan.batch
+    """Describe the settings that accelerate leaves to the script: most of the optimisation."""
+    plan = subject.plan
+    training = subject.recipe.training
+    optimizer = subject.recipe.optimizer
+    layout = plan.layout
+    batch = plan.batch
     notes = [
-        f"training: sequences of {batch.sequence_length}, {batch.micro_batch_size} a rank, accumulated "
-        f"{batch.gradient_accumulation_steps} times: Accelerator(gradient_accumulation_steps=...) and the data loader",
-        f"optimizer: {optimizer.name} at {subject.peak_learning_rate:g} ({training.schedule}), decay {training.weight_decay:g}, "
-        f"clip {training.max_grad_norm}: the script's",
+        f"training: sequences of {batch.sequence_length} tokens, "
+        f"{batch.micro_batch_size} per rank, "
+        f"{batch.gradient_accumulation_steps} accumulation steps: set "
+        "Accelerator(gradient_accumulation_steps=...) and the data loader in the script",
+        f"optimizer: {optimizer.name}, learning rate {subject.peak_learning_rate:g} "
+        f"({training.schedule}), weight decay {training.weight_decay:g}, "
+        f"max_grad_norm {training.max_grad_norm}: set them in the script",
     ]
     if layout.pp > 1:
-        notes.append(f"layout.pp: {layout.pp}: accelerate trains no pipelines")
+        notes.append(f"layout.pp: {layout.pp}: accelerate has no pipeline parallelism")
     if layout.ep > 1:
-        notes.append(f"layout.ep: {layout.ep}: accelerate's layouts have no expert axis")
+        notes.append(f"layout.ep: {layout.ep}: accelerate has no expert parallelism")
     if layout.cp > 1 and layout.cp_method not in _METHODS:
-        notes.append(f"layout.cp_method: {layout.cp_method}: written as allgather; Ulysses is its sp_size")
+        notes.append(
+            f"layout.cp_method: {layout.cp_method}: written as allgather; "
+            "accelerate configures Ulysses by sp_size"
+        )
     if layout.tp > 1 and layout.sequence_parallel:
-        notes.append("layout.sequence_parallel: true: transformers' own tensor plan decides there")
+        notes.append(
+            "layout.sequence_parallel: true: determined by transformers' tensor-parallel plan"
+        )
     if plan.recompute == "selective" or (plan.recompute == "full" and not _is_cut(subject)):
-        notes.append(f"recompute: {plan.recompute}: call model.gradient_checkpointing_enable() in the script")
+        notes.append(
+            f"recompute: {plan.recompute}: call model.gradient_checkpointing_enable() in the script"
+        )
     return notes
 
 
 def read(source: Source, found: Findings) -> None:
-    """An Accelerate configuration, of DDP, FSDP or DeepSpeed."""
+    """Read an Accelerate configuration for DDP, FSDP or DeepSpeed."""
     kind = source.take("distributed_type", "NO")
     for key in (*_OURS, *_MACHINE, *_TPU):
         value = source.take(key)
@@ -125,12 +166,18 @@ def read(source: Source, found: Findings) -> None:
             and key not in ("main_training_function", "rdzv_backend", "same_network")
             and value not in (None, 0, "all")
         ):
-            found.drop(key, value, "where ranks run is `shardwright launch`'s to say")
+            found.drop(key, value, "`shardwright launch` determines where ranks run")
     precision = source.take("mixed_precision", "no")
     if precision == "fp8":
-        found.drop("mixed_precision", precision, "fp8 is predicted by `plan`, not run; bf16 is the nearest")
+        found.drop(
+            "mixed_precision",
+            precision,
+            "`plan` predicts fp8, but `train` does not support it; bf16 is the closest",
+        )
     else:
-        found.put("precision.kind", {"no": "fp32"}.get(str(precision), precision), "mixed_precision")
+        found.put(
+            "precision.kind", {"no": "fp32"}.get(str(precision), precision), "mixed_precision"
+        )
     if source.take("use_cpu") is True:
         found.put("run.device", "cpu", "use_cpu")
     if source.take("dynamo_config.dynamo_backend", "NO") not in ("NO", None):
@@ -138,10 +185,22 @@ def read(source: Source, found: Findings) -> None:
     processes = source.take("num_processes")
     machines = source.take("num_machines", 1)
     if processes is not None:
-        found.remark(f"num_processes: {processes} on {machines} machine(s): start as many, by `train --nproc` or `launch --nodes`")
+        found.remark(
+            f"num_processes: {processes} on {machines} machine(s): start the same number with "
+            "`train --nproc` or `launch --nodes`"
+        )
     _read_kind(str(kind), source, found)
-    found.need("model.path", "data.sources", "training.sequence_length", "training.learning_rate", "training.max_steps")
-    if "training.micro_batch_size" not in found.recipe and "training.global_batch_size" not in found.recipe:
+    found.need(
+        "model.path",
+        "data.sources",
+        "training.sequence_length",
+        "training.learning_rate",
+        "training.max_steps",
+    )
+    if (
+        "training.micro_batch_size" not in found.recipe
+        and "training.global_batch_size" not in found.recipe
+    ):
         found.need("training.micro_batch_size")
 
 
@@ -153,7 +212,9 @@ def _read_kind(kind: str, source: Source, found: Findings) -> None:
     elif kind == "DEEPSPEED":
         _read_deepspeed(source, found)
     else:
-        found.drop("distributed_type", kind, "allowed here: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED")
+        found.drop(
+            "distributed_type", kind, "allowed here: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED"
+        )
     for axis in ("dp_replicate", "dp_shard", "tp", "cp"):
         key = f"parallelism_config.parallelism_config_{axis}_size"
         degree = source.take(key)
@@ -162,32 +223,66 @@ def _read_kind(kind: str, source: Source, found: Findings) -> None:
     strategy = source.take("parallelism_config.parallelism_config_cp_comm_strategy")
     methods = {theirs: ours for ours, theirs in _METHODS.items()}
     if strategy is not None and strategy not in methods:
-        found.drop("parallelism_config.parallelism_config_cp_comm_strategy", strategy, f"allowed: {', '.join(methods)}")
-    found.put("layout.cp_method", methods.get(str(strategy)), "parallelism_config.parallelism_config_cp_comm_strategy")
+        found.drop(
+            "parallelism_config.parallelism_config_cp_comm_strategy",
+            strategy,
+            f"allowed: {', '.join(methods)}",
+        )
+    found.put(
+        "layout.cp_method",
+        methods.get(str(strategy)),
+        "parallelism_config.parallelism_config_cp_comm_strategy",
+    )
 
 
 def read_fsdp(source: Source, found: Findings, section: str = "fsdp_config") -> None:
-    """FSDP's section, in its first and second version's words."""
-    source.take(f"{section}.fsdp_version"), source.take(f"{section}.version")
-    reshard = source.take(f"{section}.fsdp_reshard_after_forward", source.take(f"{section}.reshard_after_forward", True))
+    """Read FSDP's section, with the keys of FSDP 1 or 2."""
+    source.take(f"{section}.fsdp_version")
+    source.take(f"{section}.version")
+    reshard = source.take(
+        f"{section}.fsdp_reshard_after_forward",
+        source.take(f"{section}.reshard_after_forward", True),
+    )
     strategy = source.take(f"{section}.fsdp_sharding_strategy")
-    stages = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3}
-    words = reshard if isinstance(reshard, str) and reshard.upper() in stages else strategy
-    if words is not None and str(words).upper() not in stages:
-        found.drop(f"{section}.fsdp_sharding_strategy", words, f"allowed: {', '.join(key for key in stages if not key.isdigit())}")
-    stage = stages.get(str(words).upper()) if words is not None else (3 if str(reshard).lower() == "true" else 2)
+    stages = {
+        "FULL_SHARD": 3,
+        "1": 3,
+        "SHARD_GRAD_OP": 2,
+        "2": 2,
+        "NO_SHARD": 0,
+        "3": 0,
+        "HYBRID_SHARD": 3,
+        "4": 3,
+    }
+    chosen = reshard if isinstance(reshard, str) and reshard.upper() in stages else strategy
+    if chosen is not None and str(chosen).upper() not in stages:
+        found.drop(
+            f"{section}.fsdp_sharding_strategy",
+            chosen,
+            f"allowed: {', '.join(key for key in stages if not key.isdigit())}",
+        )
+    stage = (
+        stages.get(str(chosen).upper())
+        if chosen is not None
+        else (3 if str(reshard).lower() == "true" else 2)
+    )
     found.put("layout.zero_stage", stage, f"{section}.fsdp_reshard_after_forward")
-    if str(words).upper() in ("HYBRID_SHARD", "4"):
+    if str(chosen).upper() in ("HYBRID_SHARD", "4"):
         found.need("layout.dp_shard")
     for key in ("fsdp_activation_checkpointing", "activation_checkpointing"):
         if source.take(f"{section}.{key}") in (True, "true"):
             found.put("recompute", "full", key)
     for key in ("fsdp_offload_params", "offload_params"):
         if source.take(f"{section}.{key}") in (True, "true"):
-            found.drop(f"{section}.{key}", True, "offloading is predicted by `plan`, not run")
+            found.drop(
+                f"{section}.{key}",
+                True,
+                "`plan` predicts offloading, but `train` does not support it",
+            )
     for key, value in source.take_all(section).items():
         if value not in (None, False):
-            found.drop(f"{section}.{key}", value, "here blocks are wrapped, weights streamed in and checkpoints sharded in one way")
+            reason = "wrapping, weight loading and sharded checkpoints are not configurable here"
+            found.drop(f"{section}.{key}", value, reason)
 
 
 def _read_deepspeed(source: Source, found: Findings) -> None:
@@ -202,6 +297,14 @@ def _read_deepspeed(source: Source, found: Findings) -> None:
         found.put("training.max_grad_norm", clipping, "deepspeed_config.gradient_clipping")
     for key, value in section.items():
         if key == "deepspeed_config_file":
-            found.drop(f"deepspeed_config.{key}", value, "convert that file itself: it says the batch, the optimizer and the stage")
+            found.drop(
+                f"deepspeed_config.{key}",
+                value,
+                "convert that file: it has batch, optimizer and stage",
+            )
         elif value not in (None, False, "none"):
-            found.drop(f"deepspeed_config.{key}", value, "offloading and DeepSpeed's own knobs have no counterpart")
+            found.drop(
+                f"deepspeed_config.{key}",
+                value,
+                "offloading and settings of DeepSpeed's engine have no equivalent",
+            )

@@ -1,4 +1,5 @@
-"""Another system's file as a recipe: which system it is of, what was carried, and the YAML with the rest said in comments."""
+"""Conversion of another system's file to a recipe, with comments on everything not carried
+over."""
 
 from __future__ import annotations
 
@@ -24,16 +25,35 @@ READERS: dict[str, Callable[[Source, Findings], None]] = {
 _SIGNS = {
     "accelerate": ("compute_environment", "distributed_type"),
     "axolotl": ("base_model", "datasets"),
-    "deepspeed": ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_clipping", "bf16", "fp16"),
+    "deepspeed": (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "gradient_clipping",
+        "bf16",
+        "fp16",
+    ),
 }
-"""Keys at the top, any of which tells whose file it is; looked for in this order."""
+"""Top-level keys, any of which identifies the system; checked in this order."""
 
-_ORDER = ("name", "seed", "model", "tokenizer", "data", "training", "optimizer", "precision", "recompute", "layout")
+_ORDER = (
+    "name",
+    "seed",
+    "model",
+    "tokenizer",
+    "data",
+    "training",
+    "optimizer",
+    "precision",
+    "recompute",
+    "layout",
+)
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A recipe as far as the file tells it; it loads once `needed` is filled in."""
+    """A recipe with everything that the file specifies; it is complete once `needed` is filled
+    in."""
 
     system: str
     document: dict[str, Any]
@@ -42,37 +62,43 @@ class Converted:
     needed: tuple[str, ...]
 
     def as_yaml(self, origin: str) -> str:
-        """The recipe, with what is missing and what was left out as comments above it."""
+        """Return the recipe as YAML, with missing and dropped keys in comments above it."""
         lines = [f"From {origin} ({self.system}) by shardwright convert."]
         lines += [f"to fill in: {key}" for key in self.needed]
-        lines += [f"not carried: {item.key}: {_short(item.value)}: {item.why}" for item in self.dropped]
+        lines += [
+            f"not carried: {item.key}: {_short(item.value)}: {item.why}" for item in self.dropped
+        ]
         lines += [f"note: {remark}" for remark in self.remarks]
         return "".join(f"# {line}\n" for line in lines) + dump_yaml(self.document)
 
 
 def convert(path: Path, system: str | None = None, overrides: Iterable[str] = ()) -> Converted:
-    """Read another system's file.
+    """Convert another system's file.
 
     Args:
-        path: JSON or YAML.
-        system: one of `READERS`; without it the file's own keys tell.
-        overrides: `key=value` as from `--set`, put into the recipe.
+        path: JSON or YAML file.
+        system: one of `READERS`; detected from the file's keys by default.
+        overrides: `key=value` as in `--set`, applied to the recipe.
 
     Raises:
-        InputError: the file cannot be read, is of no system that we know, or comes to a recipe that is wrong in itself.
+        InputError: the file cannot be read, its system is unknown, or the recipe is
+            inconsistent.
     """
     document = _read(path)
     system = system or _system_of(document, path)
-    source, found = Source(document), Findings()
+    source = Source(document)
+    found = Findings()
     READERS[system](source, found)
     for key, value in source.left().items():
         if value not in (None, False, [], ""):
-            found.drop(key, value, "has no counterpart in a recipe")
+            found.drop(key, value, "has no equivalent in a recipe")
     recipe = apply_overrides(_nested(found.recipe), overrides)
     needed = [key for key in found.needed if not _has(recipe, key)]
     if not needed:
         validate_recipe(recipe)
-    ordered = {key: recipe[key] for key in (*_ORDER, *sorted(recipe.keys() - set(_ORDER))) if key in recipe}
+    ordered = {
+        key: recipe[key] for key in (*_ORDER, *sorted(recipe.keys() - set(_ORDER))) if key in recipe
+    }
     return Converted(system, ordered, tuple(found.dropped), tuple(found.remarks), tuple(needed))
 
 
@@ -82,15 +108,19 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError("no such file", field="FILE", got=str(path)) from None
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", field="FILE", got=str(path)) from error
+        raise InputError(
+            f"cannot be read: {error.strerror}", field="FILE", got=str(path)
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"cannot be read: {error}", field="FILE", got=str(path)) from error
     try:
         document = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"is no JSON: {error}", field="FILE", got=str(path)) from error
+        raise InputError(f"not valid JSON: {error}", field="FILE", got=str(path)) from error
     if not isinstance(document, dict):
-        raise InputError("a configuration is a mapping", field="FILE", got=type(document).__name__)
+        raise InputError(
+            "a configuration must be a mapping", field="FILE", got=type(document).__name__
+        )
     return document
 
 
@@ -99,11 +129,11 @@ def _system_of(document: Mapping[str, Any], path: Path) -> str:
         if any(sign in document for sign in signs):
             return system
     raise InputError(
-        "of no system that we know by its keys",
+        "the keys match no known system",
         field="FILE",
         got=f"{path} with {', '.join(map(str, list(document)[:5])) or 'nothing'}",
         allowed=", ".join(READERS),
-        remedy="Say whose it is (--from)",
+        remedy="Name the system with --from",
     )
 
 
@@ -111,19 +141,19 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for dotted, value in flat.items():
         *parents, last = dotted.split(".")
-        here = document
+        section = document
         for part in parents:
-            here = here.setdefault(part, {})
-        here[last] = value
+            section = section.setdefault(part, {})
+        section[last] = value
     return document
 
 
 def _has(document: Mapping[str, Any], dotted: str) -> bool:
-    here: Any = document
+    section: Any = document
     for part in dotted.split("."):
-        if not isinstance(here, Mapping) or part not in here:
-            return dotted == "model.path" and isinstance(here, Mapping) and "config" in here
-        here = here[part]
+        if not isinstance(section, Mapping) or part not in section:
+            return dotted == "model.path" and isinstance(section, Mapping) and "config" in section
+        section = section[part]
     return True
 
 

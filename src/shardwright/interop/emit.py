@@ -1,4 +1,4 @@
-"""A plan as another system's configuration."""
+"""Conversion of a plan to another system's configuration."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ SYSTEMS: dict[str, Callable[[Subject], Emitted]] = {
 
 
 def emit(system: str, subject: Subject) -> Emitted:
-    """The plan in the words of one of `SYSTEMS`; its notes say what that system is not told.
+    """Return the plan as a configuration of one of `SYSTEMS`; notes list what it cannot
+    express.
 
     Raises:
-        InputError: a system that we do not write for.
+        InputError: an unknown system.
     """
     check_system(system)
     return SYSTEMS[system](subject)
 
 
 def check_system(system: str) -> None:
-    """Refuse a system that we do not write for."""
+    """Raise InputError if the system is unknown."""
     if system not in SYSTEMS:
         guess = nearest(system, SYSTEMS)
         remedy = f"Did you mean `{guess}`?" if guess else None
-        raise InputError("no such system", field="--emit", got=system, allowed=", ".join(SYSTEMS), remedy=remedy)
+        raise InputError(
+            "unknown system", field="--emit", got=system, allowed=", ".join(SYSTEMS), remedy=remedy
+        )

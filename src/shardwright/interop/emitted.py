@@ -1,4 +1,5 @@
-"""What every written configuration has in common: its text, and what of the plan it cannot say."""
+"""Input and result of all configuration writers, and notes on what no configuration
+expresses."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 @dataclass(frozen=True)
 class Emitted:
-    """A configuration as text, and a line for each thing of the plan that the other system is not told by it."""
+    """A configuration as text, and one note per part of the plan that it does not express."""
 
     text: str
     notes: tuple[str, ...]
@@ -24,7 +25,8 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is written: a recipe whose layout is known, its plan, and the offloading and machines that the planner supposed."""
+    """Input of a writer: recipe with a resolved layout, plan, and the planner's offload and
+    nodes."""
 
     recipe: Recipe
     plan: Plan
@@ -33,17 +35,17 @@ class Subject:
 
     @property
     def on_accelerators(self) -> bool:
-        """Whether devices other than CPUs are meant."""
+        """True if the run is not on CPUs."""
         return self.recipe.run.device != "cpu"
 
     @property
     def peak_learning_rate(self) -> float:
-        """With the factor that `batch_scaling` puts on it: the other system gets the product."""
+        """Peak learning rate, scaled by `batch_scaling`: other systems get the product."""
         return self.recipe.training.learning_rate * self._batch_factor
 
     @property
     def min_learning_rate(self) -> float:
-        """Where the schedule ends, scaled alike."""
+        """Learning rate at the end of the schedule, with the same scaling."""
         return self.recipe.training.min_learning_rate * self._batch_factor
 
     @property
@@ -51,20 +53,29 @@ class Subject:
         training = self.recipe.training
         if training.batch_scaling == "none":
             return 1.0
-        assert training.base_batch_size is not None  # the schema demands it
+        assert training.base_batch_size is not None  # validated by the schema
         ratio = self.plan.batch.global_batch_size / training.base_batch_size
         return math.sqrt(ratio) if training.batch_scaling == "sqrt" else ratio
 
     def common_notes(self, system: str, *, handled: frozenset[str] = frozenset()) -> Iterator[str]:
-        """What no configuration file of another system holds, where the recipe says it; `handled` names exceptions by key."""
-        recipe, layout = self.recipe, self.plan.layout
-        yield f"model, tokenizer, data: {system} takes them in its own way"
+        """Yield notes on recipe settings that no other system's configuration expresses.
+
+        `handled` has the keys that the caller expresses.
+        """
+        recipe = self.recipe
+        layout = self.plan.layout
+        yield f"model, tokenizer, data: configure them in {system}"
         for key in ("wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes"):
-            if key in recipe.layout.model_fields_set and getattr(layout, key) != type(layout).__dataclass_fields__[key].default:
-                yield f"layout.{key}: {getattr(layout, key)}: not carried; {system} has knobs of its own"
+            default = type(layout).__dataclass_fields__[key].default
+            if key in recipe.layout.model_fields_set and getattr(layout, key) != default:
+                value = getattr(layout, key)
+                yield f"layout.{key}: {value}: not carried; {system} has its own settings"
         if recipe.training.max_steps is None:
-            yield f"training.num_epochs: {recipe.training.num_epochs:g}: schedules are counted in steps; give them by hand"
-        told = {
+            yield (
+                f"training.num_epochs: {recipe.training.num_epochs:g}: "
+                "schedules are counted in steps; set the number of steps"
+            )
+        not_carried = {
             "model.freeze": bool(recipe.model.freeze),
             "adapters": getattr(recipe, "adapters", None) is not None,
             "moe": bool(recipe.moe.model_fields_set),
@@ -73,19 +84,23 @@ class Subject:
             "elastic": bool(recipe.elastic.model_fields_set),
             "precision.reduce_dtype": recipe.precision.reduce_dtype != "fp32",
         }
-        for key, said in told.items():
-            if said and key not in handled:
+        for key, is_set in not_carried.items():
+            if is_set and key not in handled:
                 yield f"{key}: not carried"
 
 
 def warmup_note(training: TrainingSection) -> list[str]:
-    """How other systems' warmups differ from ours, where there is one."""
+    """Return a note on the difference to other systems' warmup, if the recipe has warmup."""
     if not training.warmup_steps:
         return []
-    return [f"training.warmup_steps: {training.warmup_steps}: here step i runs at peak x (i + 1) / (w + 1), there at about i / w"]
+    return [
+        f"training.warmup_steps: {training.warmup_steps}: "
+        "here step i uses peak x (i + 1) / (w + 1), "
+        "there about peak x i / w"
+    ]
 
 
 def commented(notes: tuple[str, ...], heading: str, sign: str = "#") -> str:
-    """The heading and the notes as comment lines."""
+    """Return heading and notes as comment lines."""
     lines = [heading, *(f"not expressed: {note}" for note in notes)]
     return "".join(f"{sign} {line}\n" for line in lines)

@@ -16,67 +16,95 @@ from shardwright.interop.torchrun import torchrun_words
 _NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 _PORT = 23456
 _GRACE_SECONDS = 30
-"""Between the last moment at which torchrun kills ranks and that at which Kubernetes kills the pod."""
+"""Seconds from the time at which torchrun kills ranks to the time at which Kubernetes kills the
+pod."""
 
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Where pods come from and what they see."""
+    """Image, namespace, volumes, working directory and shared memory of the pods."""
 
     image: str
     namespace: str | None = None
     volumes: tuple[str, ...] = ()
-    """Claims of shared storage as `CLAIM:/path`; run folder, recipe and data must lie on them."""
+    """Persistent volume claims as `CLAIM:/path`; run folder, recipe and data must be on
+    them."""
     working_dir: str | None = None
     shared_memory: str = "16Gi"
-    """Size of /dev/shm, which NCCL and data workers use; Kubernetes' own default is 64 MiB."""
+    """Size of /dev/shm, which NCCL and data workers use; the default of Kubernetes is 64
+    MiB."""
 
     def mounts(self) -> list[tuple[str, str]]:
-        """Claim and path of each volume."""
-        found = []
+        """Parse the volumes into pairs of claim and mount path."""
+        mounts = []
         for volume in self.volumes:
             claim, colon, path = volume.partition(":")
             if not colon or not _NAME.match(claim) or not path.startswith("/"):
-                raise InputError("not a claim and where to mount it", field="--volume", got=volume, allowed="CLAIM:/path")
-            found.append((claim, path))
-        return found
+                raise InputError(
+                    "not a claim with a mount path",
+                    field="--volume",
+                    got=volume,
+                    allowed="CLAIM:/path",
+                )
+            mounts.append((claim, path))
+        return mounts
 
 
 def unshared(job: Job, options: KubernetesOptions) -> list[str]:
-    """A warning where the run folder lies on none of the volumes: pods would not share it, and it would end with them."""
+    """Return a warning if the run folder is on none of the volumes, and so not shared by the
+    pods."""
     run_dir = job.run_dir or job.recipe.run.dir or f"runs/{job.recipe.name}"
     place = PurePosixPath(options.working_dir or "/") / run_dir
     if any(place.is_relative_to(mount) for _, mount in options.mounts()):
         return []
-    begins = "" if options.working_dir or run_dir.startswith("/") else " (relative to where the image starts: say --working-dir)"
-    return [f"the run folder {run_dir}{begins} is on no --volume: pods would not share it, and it would end with them"]
+    note = ""
+    if not options.working_dir and not run_dir.startswith("/"):
+        note = " (relative to the image's working directory: set --working-dir)"
+    return [
+        f"the run folder {run_dir}{note} is on no --volume: pods would not share it, "
+        "and it would be deleted with them"
+    ]
 
 
 def manifest(job: Job, options: KubernetesOptions) -> str:
-    """The YAML that `kubectl apply -f` takes."""
-    heading = f"# shardwright launch --kubernetes: {job.recipe.name}, {job.num_nodes} x {job.ranks_per_node} ranks\n"
+    """Return the YAML for `kubectl apply -f`."""
+    heading = (
+        f"# shardwright launch --kubernetes: {job.recipe.name}, "
+        f"{job.num_nodes} x {job.ranks_per_node} ranks\n"
+    )
     return heading + yaml.safe_dump(pytorch_job(job, options), sort_keys=False)
 
 
 def pytorch_job(job: Job, options: KubernetesOptions) -> dict[str, Any]:
-    """The manifest as a mapping: one pod is one node, and the first is the master.
+    """Return the manifest as a mapping: one pod per node; the first is the master.
 
-    A container that ends otherwise than well is started again in its pod (OnFailure), and so are those of its peers, which lose
-    their links; all go on from the newest whole checkpoint. The operator gives up after `backoffLimit` restarts of containers.
+    A container that fails restarts in its pod (OnFailure). Its peers lose their connections,
+    fail and restart as well; all resume from the newest complete checkpoint. The operator gives
+    up after `backoffLimit` container restarts.
     """
     name = re.sub(r"[._]+", "-", job.recipe.name.lower()).strip("-")[:63].rstrip("-")
     replica = {"restartPolicy": "OnFailure", "template": _pod(job, options)}
     replicas = {"Master": {"replicas": 1, **replica}}
     if job.num_nodes > 1:
-        # Two pods from one template: written out, since YAML would otherwise point from one to the other.
-        replicas["Worker"] = {"replicas": job.num_nodes - 1, "restartPolicy": "OnFailure", "template": _pod(job, options)}
+        # Built twice: YAML would otherwise write an alias instead of the second template.
+        replicas["Worker"] = {
+            "replicas": job.num_nodes - 1,
+            "restartPolicy": "OnFailure",
+            "template": _pod(job, options),
+        }
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": {"name": name, **({"namespace": options.namespace} if options.namespace else {})},
+        "metadata": {
+            "name": name,
+            **({"namespace": options.namespace} if options.namespace else {}),
+        },
         "spec": {
             "nprocPerNode": str(job.ranks_per_node),
-            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts * job.num_nodes},
+            "runPolicy": {
+                "cleanPodPolicy": "Running",
+                "backoffLimit": job.max_restarts * job.num_nodes,
+            },
             "pytorchReplicaSpecs": replicas,
         },
     }
@@ -84,8 +112,14 @@ def pytorch_job(job: Job, options: KubernetesOptions) -> dict[str, Any]:
 
 def _pod(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     mounts = options.mounts()
-    memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}}
-    claims = [{"name": f"claim-{n}", "persistentVolumeClaim": {"claimName": claim}} for n, (claim, _) in enumerate(mounts)]
+    memory = {
+        "name": "shared-memory",
+        "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory},
+    }
+    claims = [
+        {"name": f"claim-{n}", "persistentVolumeClaim": {"claimName": claim}}
+        for n, (claim, _) in enumerate(mounts)
+    ]
     return {
         "spec": {
             "terminationGracePeriodSeconds": job.save_seconds + _GRACE_SECONDS,
@@ -96,26 +130,41 @@ def _pod(job: Job, options: KubernetesOptions) -> dict[str, Any]:
 
 
 def _container(job: Job, options: KubernetesOptions, paths: list[str]) -> dict[str, Any]:
-    """The operator looks for a container and a port by these names, and sets RANK (of the pod), MASTER_ADDR and MASTER_PORT."""
+    """Return the container specification.
+
+    The operator requires these names of container and port. It sets RANK (of the pod),
+    MASTER_ADDR and MASTER_PORT.
+    """
     port = job.port or _PORT
     variables = job.variables() | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.save_seconds)}
-    shown = [{"name": key, "value": value} for key, value in variables.items()]
-    shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
+    env = [{"name": key, "value": value} for key, value in variables.items()]
+    memory_mount = {"name": "shared-memory", "mountPath": "/dev/shm"}
     limits: dict[str, Any] = {}
     if job.on_accelerators:
         limits["nvidia.com/gpu"] = job.ranks_per_node
     if job.cores_per_rank is not None:
         limits["cpu"] = job.cores_per_rank * job.ranks_per_node
-    words = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"] if job.num_nodes > 1 else []
+    rendezvous = (
+        ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
+        if job.num_nodes > 1
+        else []
+    )
     return {
         "name": "pytorch",
         "image": options.image,
         **({"workingDir": options.working_dir} if options.working_dir else {}),
         "command": ["torchrun"],
-        # A single pod meets itself; of several, each is told its place by the operator's variables.
-        "args": [f"--nnodes={job.num_nodes}", *(words or ["--standalone"]), *torchrun_words(job)],
+        # A single pod needs no rendezvous; several find each other by the operator's variables.
+        "args": [
+            f"--nnodes={job.num_nodes}",
+            *(rendezvous or ["--standalone"]),
+            *torchrun_words(job),
+        ],
         "ports": [{"name": "pytorchjob-port", "containerPort": port}],
-        "env": shown,
+        "env": env,
         **({"resources": {"limits": limits}} if limits else {}),
-        "volumeMounts": [shared, *({"name": f"claim-{n}", "mountPath": path} for n, path in enumerate(paths))],
+        "volumeMounts": [
+            memory_mount,
+            *({"name": f"claim-{n}", "mountPath": path} for n, path in enumerate(paths)),
+        ],
     }

@@ -1,5 +1,8 @@
-"""Megatron-LM's arguments, written. Names as megatron-core 0.16.1 (parallelism, recompute, optimizer) and Megatron-LM's
-megatron/training/config/training_config.py at 008e9cdb (batch, schedule) have them, an underscore there being a hyphen here.
+"""Write Megatron-LM's command-line arguments.
+
+Names are those of megatron-core 0.16.1 (parallelism, recompute, optimizer) and of Megatron-LM's
+megatron/training/config/training_config.py at 008e9cdb (batch, schedule), with hyphens instead
+of underscores.
 """
 
 from __future__ import annotations
@@ -10,62 +13,85 @@ from shardwright.interop.emitted import Emitted, Subject, commented, warmup_note
 
 _SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 _CP = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
-_DECAY = {"constant": "constant", "linear": "linear", "cosine": "cosine", "warmup_stable_decay": "WSD"}
+_DECAY = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "warmup_stable_decay": "WSD",
+}
 
 
 def write(subject: Subject) -> Emitted:
-    """One argument a line, below comments."""
-    notes = [*subject.common_notes("Megatron"), *_notes(subject), *warmup_note(subject.recipe.training)]
-    arguments = _parallelism(subject) | _batch(subject) | _optimisation(subject) | _recompute(subject)
+    """Write one argument per line, below comments."""
+    notes = [
+        *subject.common_notes("Megatron"),
+        *_notes(subject),
+        *warmup_note(subject.recipe.training),
+    ]
+    arguments = (
+        _parallelism(subject) | _batch(subject) | _optimisation(subject) | _recompute(subject)
+    )
     heading = (
         f"shardwright plan --emit megatron: {subject.recipe.name}, {subject.plan.layout}\n"
         "# torchrun ... pretrain_gpt.py MODEL AND DATA ARGUMENTS $(grep -v '^#' THIS_FILE)"
     )
-    lines = (f"--{name}\n" if value is True else f"--{name} {value}\n" for name, value in arguments.items())
+    lines = (
+        f"--{name}\n" if value is True else f"--{name} {value}\n"
+        for name, value in arguments.items()
+    )
     return Emitted(commented(tuple(notes), heading) + "".join(lines), tuple(notes))
 
 
 def _parallelism(subject: Subject) -> dict[str, Any]:
     layout = subject.plan.layout
-    told: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "tensor-model-parallel-size": layout.tp,
         "pipeline-model-parallel-size": layout.pp,
         "context-parallel-size": layout.cp,
         "expert-model-parallel-size": layout.ep,
     }
     if layout.tp > 1 and layout.sequence_parallel:
-        told["sequence-parallel"] = True
+        arguments["sequence-parallel"] = True
     if layout.cp > 1 and layout.cp_method in _CP:
-        told["cp-comm-type"] = _CP[layout.cp_method]
+        arguments["cp-comm-type"] = _CP[layout.cp_method]
     if layout.pp > 1 and layout.schedule == "interleaved_1f1b":
-        told["num-virtual-stages-per-pipeline-rank"] = layout.virtual_stages or 2
-    told |= {"overlap-grad-reduce": True} if layout.data_ranks > 1 else {}
+        arguments["num-virtual-stages-per-pipeline-rank"] = layout.virtual_stages or 2
+    arguments |= {"overlap-grad-reduce": True} if layout.data_ranks > 1 else {}
     if layout.zero_stage == 1:
-        told |= {"use-distributed-optimizer": True, "overlap-param-gather": True}
+        arguments |= {"use-distributed-optimizer": True, "overlap-param-gather": True}
     elif layout.zero_stage > 1:
-        told |= {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": _SHARDING[layout.zero_stage]}
-        told |= {"use-distributed-optimizer": True, "overlap-param-gather": True}
+        arguments |= {
+            "use-megatron-fsdp": True,
+            "data-parallel-sharding-strategy": _SHARDING[layout.zero_stage],
+        }
+        arguments |= {"use-distributed-optimizer": True, "overlap-param-gather": True}
     if layout.zero_stage and layout.dp_replicate > 1:
-        told["num-distributed-optimizer-instances"] = layout.dp_replicate
-    return told
+        arguments["num-distributed-optimizer-instances"] = layout.dp_replicate
+    return arguments
 
 
 def _batch(subject: Subject) -> dict[str, Any]:
-    batch, training = subject.plan.batch, subject.recipe.training
-    told: dict[str, Any] = {
+    batch = subject.plan.batch
+    training = subject.recipe.training
+    arguments: dict[str, Any] = {
         "micro-batch-size": batch.micro_batch_size,
         "global-batch-size": batch.global_batch_size,
         "seq-length": batch.sequence_length,
     }
     if training.max_steps is not None:
-        told["train-iters"] = training.max_steps
+        arguments["train-iters"] = training.max_steps
     precision = subject.plan.precision.kind
-    return told | ({precision: True} if precision in ("bf16", "fp16") else {}) | {"seed": subject.recipe.seed}
+    return (
+        arguments
+        | ({precision: True} if precision in ("bf16", "fp16") else {})
+        | {"seed": subject.recipe.seed}
+    )
 
 
 def _optimisation(subject: Subject) -> dict[str, Any]:
-    training, optimizer = subject.recipe.training, subject.recipe.optimizer
-    told: dict[str, Any] = {
+    training = subject.recipe.training
+    optimizer = subject.recipe.optimizer
+    arguments: dict[str, Any] = {
         "lr": subject.peak_learning_rate,
         "min-lr": subject.min_learning_rate,
         "lr-decay-style": _DECAY[training.schedule],
@@ -74,39 +100,61 @@ def _optimisation(subject: Subject) -> dict[str, Any]:
         "clip-grad": training.max_grad_norm or 0.0,
     }
     if training.schedule == "warmup_stable_decay" and training.max_steps is not None:
-        told["lr-wsd-decay-style"] = "linear"
-        told["lr-wsd-decay-iters"] = training.decay_steps or max(1, training.max_steps // 10)
+        arguments["lr-wsd-decay-style"] = "linear"
+        arguments["lr-wsd-decay-iters"] = training.decay_steps or max(1, training.max_steps // 10)
     if optimizer.name == "adamw":
-        told |= {"optimizer": "adam", "adam-beta1": optimizer.beta1, "adam-beta2": optimizer.beta2, "adam-eps": optimizer.eps}
+        arguments |= {
+            "optimizer": "adam",
+            "adam-beta1": optimizer.beta1,
+            "adam-beta2": optimizer.beta2,
+            "adam-eps": optimizer.eps,
+        }
     elif optimizer.name == "sgd":
-        told |= {"optimizer": "sgd", "sgd-momentum": optimizer.momentum or 0.0}
-    return told
+        arguments |= {"optimizer": "sgd", "sgd-momentum": optimizer.momentum or 0.0}
+    return arguments
 
 
 def _recompute(subject: Subject) -> dict[str, Any]:
     if subject.plan.recompute == "full":
-        return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+        return {
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 1,
+        }
     return {"recompute-granularity": "selective"} if subject.plan.recompute == "selective" else {}
 
 
 def _notes(subject: Subject) -> list[str]:
-    plan, optimizer = subject.plan, subject.recipe.optimizer
+    plan = subject.plan
+    optimizer = subject.recipe.optimizer
     layout = plan.layout
     notes = []
     if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved_1f1b"):
-        notes.append(f"layout.schedule: {layout.schedule}: Megatron runs 1F1B, or interleaved with virtual stages")
+        notes.append(
+            f"layout.schedule: {layout.schedule}: Megatron has 1F1B, "
+            "and interleaved 1F1B with virtual stages"
+        )
     if layout.cp > 1 and layout.cp_method == "auto":
-        notes.append("layout.cp_method: auto: Megatron takes p2p (a ring) unless cp-comm-type says otherwise")
+        notes.append(
+            "layout.cp_method: auto: Megatron uses p2p (a ring) unless cp-comm-type is set"
+        )
     if layout.zero_stage > 1 and layout.pp > 1:
-        notes.append(f"layout.zero_stage: {layout.zero_stage} with pp: Megatron's FSDP and its pipelines may not be had together")
+        notes.append(
+            f"layout.zero_stage: {layout.zero_stage} with pp: "
+            "Megatron's FSDP may not support pipeline parallelism"
+        )
     if layout.tp > 1 and layout.cp == 1 and layout.zero_stage > 1:
         notes.append(
-            "set CUDA_DEVICE_MAX_CONNECTIONS to more than 1: Megatron's FSDP wants it, where tensor parallelism alone wants 1"
+            "set CUDA_DEVICE_MAX_CONNECTIONS to more than 1: Megatron's FSDP requires it, "
+            "whereas tensor parallelism alone requires 1"
         )
     if plan.recompute == "selective":
-        notes.append("recompute: selective: here all but products and attention, there the core of attention (recompute-modules)")
+        notes.append(
+            "recompute: selective: recomputes all but matrix products and attention here, "
+            "core attention there (recompute-modules)"
+        )
     if plan.precision.kind == "fp64":
-        notes.append("precision.kind: fp64: Megatron trains in fp32, bf16 or fp16")
+        notes.append("precision.kind: fp64: Megatron supports fp32, bf16 and fp16")
     if optimizer.name not in ("adamw", "sgd"):
         notes.append(f"optimizer.name: {optimizer.name}: not carried")
     if subject.offload != "none":

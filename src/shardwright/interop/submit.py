@@ -1,4 +1,4 @@
-"""Hand a script or a manifest to the scheduler's own command."""
+"""Submission of a script or a manifest with the scheduler's own command."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ _COMMANDS = {"slurm": ["sbatch", "--parsable"], "kubernetes": ["kubectl", "apply
 
 
 def submit(kind: str, text: str) -> str:
-    """Submit; returns what the scheduler says: a job's number from Slurm.
+    """Submit the text; return the scheduler's reply: the job id from Slurm.
 
     Raises:
-        InputError: nothing can be submitted there, or the scheduler's command is not on this machine.
-        RunFailed: the scheduler refused, in its own words.
+        InputError: the launcher has no scheduler, or its command is not installed.
+        RunFailed: the scheduler's command failed; contains its message.
     """
     if kind not in _COMMANDS:
         raise InputError(
-            "there is no scheduler to hand it to", field="--submit", got=f"--{kind}", allowed="--slurm or --kubernetes"
+            "this launcher has no scheduler",
+            field="--submit",
+            got=f"--{kind}",
+            allowed="--slurm or --kubernetes",
         )
     command = _COMMANDS[kind]
     if shutil.which(command[0]) is None:
         raise InputError(
-            f"{command[0]} is not on this machine",
+            f"{command[0]} is not installed on this machine",
             field="--submit",
-            remedy=f"Write it with --out FILE, and give it to {command[0]} where that is",
+            remedy=f"Write the file with --out FILE and submit it on a machine with {command[0]}",
         )
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunFailed(f"{command[0]} refused: {done.stderr.strip() or done.stdout.strip() or f'status {done.returncode}'}")
-    return done.stdout.strip()
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RunFailed(
+            f"{command[0]} failed: "
+            f"{result.stderr.strip() or result.stdout.strip() or f'status {result.returncode}'}"
+        )
+    return result.stdout.strip()

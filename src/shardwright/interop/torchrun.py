@@ -1,4 +1,4 @@
-"""A recipe as torchrun commands, one for each node."""
+"""A recipe as torchrun commands, one per node."""
 
 from __future__ import annotations
 
@@ -15,58 +15,72 @@ _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]+")
 
 
 def torchrun_words(job: Job) -> list[str]:
-    """What every node's command ends with: the ranks of a node, and what each of them runs.
+    """Return the last arguments of every node's command: number of ranks, and what each runs.
 
-    Every start goes on where a run is there: a node that comes back must do what the others do.
+    Every start resumes an existing run, so that a restarted node does the same as the others.
     """
-    return [f"--nproc-per-node={job.ranks_per_node}", "-m", "shardwright", *job.train_words(), "--resume-if-begun"]
+    return [
+        f"--nproc-per-node={job.ranks_per_node}",
+        "-m",
+        "shardwright",
+        *job.train_words(),
+        "--resume-if-begun",
+    ]
 
 
 def torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
-    """A line of shell for each node, the first of which hosts the rendezvous.
+    """Return one line of shell per node; the first node hosts the rendezvous.
 
-    A node that is lost takes the ranks of all down; those that are left wait for it (torchrun's rendezvous, ten minutes), and
-    everybody goes on from the newest whole checkpoint when its command is given again.
+    The loss of a node ends the ranks of all nodes. The others wait for it (torchrun's
+    rendezvous, ten minutes); when its command is started again, all resume from the newest
+    complete checkpoint.
 
     Args:
-        hosts: an address of each node, as the others reach it; none for a single node.
+        hosts: an address of each node that the others can reach; empty for a single node.
     """
     common = f"--max-restarts={job.max_restarts}"
-    # Ranks may take this long to save after SIGTERM before torchrun kills them; its default is 30 seconds.
-    told = job.variables() | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.save_seconds)}
+    # Ranks may take this long to save after SIGTERM before torchrun kills them; its default is
+    # 30 seconds.
+    environment = job.variables() | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.save_seconds)}
     if job.num_nodes > 1:
-        # A node that takes a lost one's place waits for an address that the survivors, who share a store, do not tell again.
-        told["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
+        # With a shared store, the surviving nodes do not announce the address again that a
+        # replacement node waits for.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     if job.num_nodes == 1 and not hosts:
-        return [f"{variables} {shlex.join(['torchrun', '--standalone', common, *torchrun_words(job)])}"]
+        return [
+            f"{variables} {shlex.join(['torchrun', '--standalone', common, *torchrun_words(job)])}"
+        ]
     if len(hosts) != job.num_nodes:
         raise InputError(
-            "each node needs an address, by which the others reach it",
+            "every node needs an address that the others can reach",
             field="--hosts",
             got=",".join(hosts) or None,
-            allowed=f"{job.num_nodes} names or addresses with commas between them",
-            remedy="Say --hosts node1,node2",
+            allowed=f"{job.num_nodes} comma-separated names or addresses",
+            remedy="Set --hosts node1,node2",
         )
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise InputError(
-                "not the address of a node", field="--hosts", got=repr(host), allowed="names or addresses, e.g. node1,node2"
+                "not a node address",
+                field="--hosts",
+                got=repr(host),
+                allowed="names or addresses, e.g. node1,node2",
             )
     endpoint = f"{hosts[0]}:{job.port or DEFAULT_PORT}"
     commands = []
     for number, host in enumerate(hosts):
-        words = [
+        command = [
             "torchrun",
             f"--nnodes={job.num_nodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={endpoint}",
             f"--rdzv-id={job.recipe.name}",
-            # Said, not guessed: a name that a node knows itself by need not be the address of this link.
+            # Explicit, because a node's own hostname may not resolve to this address.
             f"--rdzv-conf=is_host={int(number == 0)}",
             f"--local-addr={host}",
             common,
             *torchrun_words(job),
         ]
-        commands.append(f"{variables} {shlex.join(words)}")
+        commands.append(f"{variables} {shlex.join(command)}")
     return commands

@@ -1,5 +1,8 @@
-"""torchtitan's arguments, written. Names as torchtitan 0.3.0 has them (torchtitan/config/configs.py); its configurations are
-Python functions, so the arguments go over one of them: `--module llama3 --config llama3_8b` and these.
+"""Write torchtitan's command-line arguments.
+
+Names are those of torchtitan 0.3.0 (torchtitan/config/configs.py). Its configurations are
+Python functions; the arguments override one of them: `--module llama3 --config llama3_8b` and
+these.
 """
 
 from __future__ import annotations
@@ -19,20 +22,24 @@ _DECAY = {"linear": "linear", "cosine": "cosine"}
 
 
 def write(subject: Subject) -> Emitted:
-    """One argument a line, below comments."""
+    """Write one argument per line, below comments."""
     notes = [*subject.common_notes("torchtitan's config function"), *_notes(subject)]
     arguments = _parallelism(subject) | _training(subject) | _learning_rate(subject)
     if subject.recipe.model.compile:
         arguments["compile.enable"] = True
     heading = (
         f"shardwright plan --emit torchtitan: {subject.recipe.name}, {subject.plan.layout}\n"
-        "# torchrun ... -m torchtitan.train --module MODULE --config FUNCTION $(grep -v '^#' THIS_FILE)"
+        "# torchrun ... -m torchtitan.train --module MODULE --config FUNCTION $(grep -v '^#' "
+        "THIS_FILE)"
     )
-    return Emitted(commented(tuple(notes), heading) + "".join(_line(*item) for item in arguments.items()), tuple(notes))
+    return Emitted(
+        commented(tuple(notes), heading) + "".join(_line(*item) for item in arguments.items()),
+        tuple(notes),
+    )
 
 
 def _line(name: str, value: Any) -> str:
-    """As tyro takes it: switches by name, everything else as a value."""
+    """Format an argument for tyro: booleans as flags, everything else with a value."""
     if isinstance(value, bool):
         section, _, last = name.rpartition(".")
         return f"--{name}\n" if value else f"--{section}.no-{last}\n"
@@ -41,7 +48,7 @@ def _line(name: str, value: Any) -> str:
 
 def _parallelism(subject: Subject) -> dict[str, Any]:
     layout = subject.plan.layout
-    told: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "parallelism.data-parallel-replicate-degree": layout.dp_replicate,
         "parallelism.data-parallel-shard-degree": layout.dp_shard,
         "parallelism.tensor-parallel-degree": layout.tp,
@@ -50,80 +57,130 @@ def _parallelism(subject: Subject) -> dict[str, Any]:
         "parallelism.expert-parallel-degree": layout.ep,
     }
     if layout.fsdp > 1:
-        told["parallelism.fsdp-reshard-after-forward"] = "always" if layout.zero_stage == 3 else "never"
+        arguments["parallelism.fsdp-reshard-after-forward"] = (
+            "always" if layout.zero_stage == 3 else "never"
+        )
     if layout.tp > 1:
-        told["parallelism.enable-sequence-parallel"] = layout.sequence_parallel
+        arguments["parallelism.enable-sequence-parallel"] = layout.sequence_parallel
     if layout.pp > 1:
-        told["parallelism.pipeline-parallel-schedule"] = _SCHEDULES.get(layout.schedule, "1F1B")
-        told["parallelism.pipeline-parallel-microbatch-size"] = subject.plan.batch.micro_batch_size
-    return told
+        arguments["parallelism.pipeline-parallel-schedule"] = _SCHEDULES.get(
+            layout.schedule, "1F1B"
+        )
+        arguments["parallelism.pipeline-parallel-microbatch-size"] = (
+            subject.plan.batch.micro_batch_size
+        )
+    return arguments
 
 
 def _training(subject: Subject) -> dict[str, Any]:
-    batch, training = subject.plan.batch, subject.recipe.training
-    # Under a pipeline torchtitan's local batch is all that a rank reads in a step, cut into the pipeline's micro-batches.
-    local = batch.micro_batch_size * (batch.gradient_accumulation_steps if subject.plan.layout.pp > 1 else 1)
-    told: dict[str, Any] = {
+    batch = subject.plan.batch
+    training = subject.recipe.training
+    # Under pipeline parallelism, torchtitan's local batch is a rank's whole batch of a step,
+    # which the pipeline splits into micro-batches.
+    local = batch.micro_batch_size * (
+        batch.gradient_accumulation_steps if subject.plan.layout.pp > 1 else 1
+    )
+    arguments: dict[str, Any] = {
         "training.local-batch-size": local,
         "training.global-batch-size": batch.global_batch_size,
         "training.seq-len": batch.sequence_length,
     }
     if training.max_grad_norm is not None:
-        told["training.max-norm"] = training.max_grad_norm
+        arguments["training.max-norm"] = training.max_grad_norm
     if training.max_steps is not None:
-        told["training.steps"] = training.max_steps
+        arguments["training.steps"] = training.max_steps
     precision = subject.plan.precision.kind
     if precision in ("bf16", "fp32"):
-        told["training.mixed-precision-param"] = {"bf16": "bfloat16", "fp32": "float32"}[precision]
+        arguments["training.mixed-precision-param"] = {"bf16": "bfloat16", "fp32": "float32"}[
+            precision
+        ]
     if subject.offload == "parameters":
-        told["training.enable-cpu-offload"] = True
-    return told | {"debug.seed": subject.recipe.seed}
+        arguments["training.enable-cpu-offload"] = True
+    return arguments | {"debug.seed": subject.recipe.seed}
 
 
 def _learning_rate(subject: Subject) -> dict[str, Any]:
     training = subject.recipe.training
-    told: dict[str, Any] = {"lr-scheduler.warmup-steps": training.warmup_steps}
+    arguments: dict[str, Any] = {"lr-scheduler.warmup-steps": training.warmup_steps}
     if training.schedule in _DECAY:
-        ratio = subject.min_learning_rate / subject.peak_learning_rate if subject.peak_learning_rate else 0.0
-        return told | {"lr-scheduler.decay-type": _DECAY[training.schedule], "lr-scheduler.min-lr-factor": ratio}
+        ratio = (
+            subject.min_learning_rate / subject.peak_learning_rate
+            if subject.peak_learning_rate
+            else 0.0
+        )
+        return arguments | {
+            "lr-scheduler.decay-type": _DECAY[training.schedule],
+            "lr-scheduler.min-lr-factor": ratio,
+        }
     if training.schedule == "constant":
-        return told | {"lr-scheduler.decay-ratio": 0.0}
+        return arguments | {"lr-scheduler.decay-ratio": 0.0}
     if training.max_steps is not None:  # warmup_stable_decay
         decay = training.decay_steps or max(1, training.max_steps // 10)
-        ratio = subject.min_learning_rate / subject.peak_learning_rate if subject.peak_learning_rate else 0.0
+        ratio = (
+            subject.min_learning_rate / subject.peak_learning_rate
+            if subject.peak_learning_rate
+            else 0.0
+        )
         shape = {"lr-scheduler.decay-type": "linear", "lr-scheduler.min-lr-factor": ratio}
-        return told | {"lr-scheduler.decay-ratio": decay / training.max_steps} | shape
-    return told
+        return arguments | {"lr-scheduler.decay-ratio": decay / training.max_steps} | shape
+    return arguments
 
 
 def _notes(subject: Subject) -> list[str]:
-    plan, optimizer, training = subject.plan, subject.recipe.optimizer, subject.recipe.training
+    plan = subject.plan
+    optimizer = subject.recipe.optimizer
+    training = subject.recipe.training
     layout = plan.layout
     notes = [
-        f"optimizer: {optimizer.name} at {subject.peak_learning_rate:g}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, decay "
-        f"{training.weight_decay:g}: in the config function, e.g. optimizer=default_adamw(lr={subject.peak_learning_rate:g})"
+        f"optimizer: {optimizer.name}, learning rate {subject.peak_learning_rate:g}, betas "
+        f"{optimizer.beta1:g} and {optimizer.beta2:g}, "
+        f"weight decay {training.weight_decay:g}: set them "
+        f"in the config function, e.g. optimizer=default_adamw(lr={subject.peak_learning_rate:g})"
     ]
     if plan.recompute != "none":
         config = {"full": "FullAC", "selective": "SelectiveAC"}[plan.recompute]
-        notes.append(f"recompute: {plan.recompute}: activation_checkpoint={config}.Config() in the config function")
+        notes.append(
+            f"recompute: {plan.recompute}: activation_checkpoint={config}.Config() in the "
+            "config function"
+        )
     else:
-        notes.append("recompute: none: torchtitan recomputes selectively unless activation_checkpoint says otherwise")
+        notes.append(
+            "recompute: none: torchtitan recomputes selectively unless activation_checkpoint is set"
+        )
     if layout.zero_stage in (1, 2):
         notes.append(
-            f"layout.zero_stage: {layout.zero_stage}: torchtitan shards parameters, too, and with `never` keeps them gathered"
+            f"layout.zero_stage: {layout.zero_stage}: torchtitan also shards parameters; "
+            "`never` keeps them gathered"
         )
     if layout.pp > 1 and layout.schedule not in _SCHEDULES:
-        notes.append(f"layout.schedule: {layout.schedule}: torchtitan has none of this name; written as 1F1B")
+        notes.append(
+            f"layout.schedule: {layout.schedule}: torchtitan has no such schedule; written as 1F1B"
+        )
     if layout.cp > 1 and layout.cp_method == "ulysses":
-        notes.append("layout.cp_method: ulysses: torchtitan's context parallelism goes round or gathers")
+        notes.append(
+            "layout.cp_method: ulysses: torchtitan's context parallelism rotates or gathers "
+            "keys and values"
+        )
     if layout.pp > 1 and layout.virtual_stages not in (None, 2):
-        notes.append(f"layout.virtual_stages: {layout.virtual_stages}: by pipeline_parallel_layers_per_stage")
+        notes.append(
+            f"layout.virtual_stages: {layout.virtual_stages}: "
+            "set pipeline_parallel_layers_per_stage"
+        )
     if plan.precision.kind in ("fp16", "fp64"):
-        notes.append(f"precision.kind: {plan.precision.kind}: torchtitan trains in bfloat16 or float32")
+        notes.append(
+            f"precision.kind: {plan.precision.kind}: torchtitan supports bfloat16 and float32"
+        )
     if training.max_grad_norm is None:
-        notes.append("training.max_grad_norm: null: torchtitan always clips; give a large training.max-norm")
+        notes.append(
+            "training.max_grad_norm: null: torchtitan always clips; set a large training.max-norm"
+        )
     if subject.offload == "optimizer":
-        notes.append("offload: optimizer: torchtitan offloads parameters, gradients and states together")
+        notes.append(
+            "offload: optimizer: torchtitan offloads parameters, "
+            "gradients and optimizer states together"
+        )
     if training.schedule == "warmup_stable_decay" and training.max_steps is None:
-        notes.append("training.schedule: warmup_stable_decay: the share of decay needs training.max_steps")
+        notes.append(
+            "training.schedule: warmup_stable_decay: the decay ratio needs training.max_steps"
+        )
     return notes

@@ -100,7 +100,10 @@ def test_refusals_name_what_is_wrong(shape: ModelShape, section: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("adapters", "model", "told"),
-    [({"path": "somewhere", "rank": 4}, {}, "says rank itself"), ({"rank": 4}, {"freeze": ["*.bias"]}, "leave `model.freeze` out")],
+    [
+        ({"path": "somewhere", "rank": 4}, {}, "already determines rank"),
+        ({"rank": 4}, {"freeze": ["*.bias"]}, "remove `model.freeze`"),
+    ],
 )
 def test_a_recipe_says_it_once(adapters: dict[str, Any], model: dict[str, Any], told: str) -> None:
     training = {"sequence_length": 8, "micro_batch_size": 1, "max_steps": 1, "learning_rate": 1.0}

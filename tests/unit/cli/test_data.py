@@ -191,7 +191,7 @@ def test_wrong_input_is_told(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError):
         prepare_for_model(validate_recipe(document))
     recipe = recipe_of(tmp_path, validation_fraction=0.0)
-    with pytest.raises(RecipeError, match="no validation side"):
+    with pytest.raises(RecipeError, match="no validation data"):
         show_samples(recipe, prepare_for_model(recipe)[1], "validation", 0, 1)
 
 

@@ -23,7 +23,7 @@ def test_text_goes_to_standard_output(run: Path, capsys: pytest.CaptureFixture[s
     assert captured.out.startswith("abc")
     assert len(captured.out) == 3 + 7 + 1
     assert "7 tokens" in captured.err
-    assert "--max-new-tokens is reached" in captured.err
+    assert "--max-new-tokens reached" in captured.err
 
 
 def test_generate_json_is_one_object(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

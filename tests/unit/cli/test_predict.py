@@ -76,7 +76,7 @@ def test_rows_that_cannot_be_predicted_never_stop_the_others_and_are_named_once_
         "1 row not predicted (rl)",
     ]
     assert "TPU v4" in told[0]
-    assert "no units for fp8" in told[1]
+    assert "no hardware support for fp8" in told[1]
 
 
 def test_a_table_of_which_nothing_can_be_predicted_is_wrong_input(tmp_path: Path) -> None:

@@ -27,13 +27,13 @@ def recipe(**sections: Any) -> Recipe:
 
 
 def test_ranks_that_a_launcher_started_are_not_rehearsed_each() -> None:
-    with pytest.raises(InputError, match="started already"):
+    with pytest.raises(InputError, match="already been started"):
         train._rehearse(recipe(), 2, started=True)
 
 
 @pytest.mark.parametrize(
     ("found", "told"),
-    [(Rehearsed(1, "rank 1 skips an all_reduce"), "rank 1 skips"), (Rehearsed(100 * 2**30), "take 100 GiB")],
+    [(Rehearsed(1, "rank 1 skips an all_reduce"), "rank 1 skips"), (Rehearsed(100 * 2**30), "need 100 GiB")],
 )
 def test_what_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch, found: Rehearsed, told: str) -> None:
     monkeypatch.setattr(rehearse, "rehearse_and_show", lambda *_args, **_options: found)

@@ -60,10 +60,10 @@ def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
         (["2f2b", "--stages", "4", "--micro-batches", "4"], "allowed: gpipe, 1f1b"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1,x"], "--times"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "0,0,0"], "--times"),
-        (["1f1b", "--stages", "2", "--micro-batches", "4", "--text", "--json"], "Give --text or --json"),
+        (["1f1b", "--stages", "2", "--micro-batches", "4", "--text", "--json"], "--text and --json both use standard output"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--svg", "/nowhere/at/all.svg"], "cannot be written"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1e308,1e308,1e308"], "--times"),
-        (["1f1b", "--stages", "100000", "--micro-batches", "100000"], "too large to build and prove"),
+        (["1f1b", "--stages", "100000", "--micro-batches", "100000"], "too large to build and check"),
         (["interleaved_1f1b", "--stages", "4", "--micro-batches", "8", "--virtual-stages", str(10**8)], "too large to build"),
     ],
 )

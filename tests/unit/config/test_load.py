@@ -62,7 +62,7 @@ def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
         (with_("training", seqence_length=4), "training.seqence_length", "Did you mean `sequence_length`?"),
         ({**MINIMAL, "learning_rate": 1}, "learning_rate", "training.learning_rate"),
         ({**MINIMAL, "lerning_rate": 1}, "lerning_rate", "training.learning_rate"),
-        (with_("model", path="x"), "model", "not both"),
+        (with_("model", path="x"), "model", "exactly one of"),
         ({**MINIMAL, "precision": "bf17"}, "precision.kind", "bf16"),
         (with_("training", micro_batch_size=0), "training.micro_batch_size", "greater than 0"),
         (with_("training", learning_rate=float("nan")), "training.learning_rate", "finite"),
@@ -72,11 +72,11 @@ def test_layout_is_written_the_same_everywhere(tmp_path: Path) -> None:
         (with_("training", decay_steps=3), "training", "warmup_stable_decay"),
         (with_("training", base_batch_size=3), "training", "batch_scaling"),
         (with_("training", schedule="constant", min_learning_rate=1e-5), "training", "does not decay"),
-        (with_("optimizer", momentum=0.9), "optimizer", "does nothing with `name: adamw`"),
-        (with_("optimizer", name="sgd", beta2=0.99), "optimizer", "does nothing with `name: sgd`"),
+        (with_("optimizer", momentum=0.9), "optimizer", "has no effect with `name: adamw`"),
+        (with_("optimizer", name="sgd", beta2=0.99), "optimizer", "has no effect with `name: sgd`"),
         (with_("precision", kind="bf16", initial_loss_scale=8.0), "precision", "for `kind: fp16`"),
         (with_("data", sources=[]), "data.sources", "at least 1"),
-        ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "needed"),
+        ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "missing key"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(document: dict, field: str, words: str) -> None:
@@ -97,8 +97,8 @@ def test_all_complaints_are_told_at_once() -> None:
     ("text", "words"),
     [
         ("model: [", "line 1"),
-        ("seed: 1\nseed: 2\n", "given twice"),
-        ("- 1\n", "a recipe is a mapping"),
+        ("seed: 1\nseed: 2\n", "duplicate key"),
+        ("- 1\n", "a recipe must be a mapping"),
         ("a: b: c\n", "line 1"),
     ],
 )

@@ -355,7 +355,7 @@ def test_the_terminal_shows_format_template_and_share(tmp_path: Path, capsys: py
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
     data_command(tmp_path / "recipe.yaml", overrides=None, samples=1, position=0, validation=False, nproc=None, json_output=False)
     text = capsys.readouterr().out
-    for words in ("conversations (messages)", "the assistant's turns", "chat template", "padding", "answer"):
+    for words in ("conversations (messages)", "assistant turns", "chat template", "padding", "answer"):
         assert words in text, text
     data_command(tmp_path / "recipe.yaml", overrides=None, samples=1, position=0, validation=False, nproc=None, json_output=True)
     found = json.loads(capsys.readouterr().out)

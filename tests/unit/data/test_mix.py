@@ -112,8 +112,8 @@ def test_weights_are_for_all_sources_or_none(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.txt", "text")
     document = recipe_of(tmp_path, [path]).model_dump(mode="json")
     document["data"]["sources"] = [{"path": path, "weight": 1.0}, {"path": path}]
-    with pytest.raises(RecipeError, match="every one of `sources` a `weight`, or none"):
+    with pytest.raises(RecipeError, match="give it to all or to none"):
         validate_recipe(document)
     document["data"] |= {"sources": [path], "validation": [{"path": path, "weight": 1.0}]}
-    with pytest.raises(RecipeError, match="`weight` mixes training sources"):
+    with pytest.raises(RecipeError, match="`weight` is for training sources"):
         validate_recipe(document)

@@ -93,7 +93,7 @@ def test_a_rack_is_one_domain() -> None:
 def test_one_machine_needs_no_link_and_two_do() -> None:
     node = find_node("H100")
     assert Cluster(node.accelerator, 8, 1, node.intra).inter is None
-    with pytest.raises(InputError, match="no link joins the nodes"):
+    with pytest.raises(InputError, match="no link connects the nodes"):
         Cluster(node.accelerator, 8, 2, node.intra)
 
 
@@ -106,9 +106,9 @@ def test_unknown_accelerators_are_refused_with_the_nearest(word: str) -> None:
 
 
 def test_unknown_links_and_no_accelerators_are_refused() -> None:
-    with pytest.raises(InputError, match=r"nearest: .*ib400"):
+    with pytest.raises(InputError, match=r"closest: .*ib400"):
         find_link("ib4000", 8)
-    with pytest.raises(InputError, match="at least one"):
+    with pytest.raises(InputError, match="at least 1"):
         parse_cluster("0xH100")
 
 

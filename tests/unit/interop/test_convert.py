@@ -88,7 +88,7 @@ def test_what_a_trainer_would_fill_in_is_asked_for(tmp_path: Path) -> None:
     }
     found = converted(tmp_path, "ds.json", document)
     assert {"training.learning_rate", "training.max_steps", "training.micro_batch_size"} <= set(found.needed)
-    assert {item.key: item.why for item in found.dropped}["bf16.enabled"].endswith("give precision.kind")
+    assert {item.key: item.why for item in found.dropped}["bf16.enabled"].endswith("set precision.kind")
     said = converted(tmp_path, "ds.json", document | {"bf16": {"enabled": True}})
     assert said.document["precision"]["kind"] == "bf16"
     assert not {item.key for item in said.dropped} & {"bf16.enabled", "fp16.enabled"}
@@ -277,11 +277,11 @@ def test_the_written_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.
     assert run(["convert", str(path), "--out", str(out)]) == ExitCode.DONE
     told = capsys.readouterr().err
     assert "not carried: zero_optimization.overlap_comm" in told
-    needed = next(line for line in told.splitlines() if line.startswith("to fill in before it trains: "))
+    needed = next(line for line in told.splitlines() if line.startswith("missing keys: "))
     assert "training.learning_rate" in needed
     text = out.read_text()
     assert "# to fill in: training.sequence_length" in text
-    with pytest.raises(InputError, match="this key is needed"):
+    with pytest.raises(InputError, match="missing key"):
         load_recipe(out)
     rest = ["training.learning_rate=1e-3", "training.max_steps=3"]
     words = [word for change in [*GIVEN, *rest] for word in ("--set", change)]
@@ -294,10 +294,10 @@ def test_the_written_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.
     ("name", "text", "message"),
     [
         ("a.json", None, "no such file"),
-        ("a.json", "{", "is no JSON: Expecting property name"),
-        ("a.json", "[" * 100_000, "is no JSON"),
-        ("a.yaml", "- 1", "a configuration is a mapping"),
-        ("a.yaml", "colour: blue", "of no system that we know"),
+        ("a.json", "{", "not valid JSON: Expecting property name"),
+        ("a.json", "[" * 100_000, "not valid JSON"),
+        ("a.yaml", "- 1", "a configuration must be a mapping"),
+        ("a.yaml", "colour: blue", "the keys match no known system"),
     ],
 )
 def test_wrong_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str) -> None:

@@ -171,8 +171,8 @@ def test_what_was_supposed_on_the_command_line_is_said_too(capsys: pytest.Captur
     ("words", "message"),
     [
         (["--emit", "deepsped"], "Did you mean `deepspeed`?"),
-        (["--out", "x"], "nothing to write"),
-        (["--emit", "megatron", "--precision", "fp8"], "is predicted only"),
+        (["--out", "x"], "no configuration to write"),
+        (["--emit", "megatron", "--precision", "fp8"], "can only be predicted, not trained"),
     ],
 )
 def test_wrong_input_is_told(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -284,19 +284,19 @@ def test_each_node_has_its_torchrun_command(recipe: Path, capsys: pytest.Capture
         (["--slurm"], "--gpus-per-node"),
         (["--slurm", "--gpus-per-node", "2", "--time", "soon"], "not a time limit"),
         (["--slurm", "--gpus-per-node", "2", "--time", "30\n"], "not a time limit"),
-        (["--slurm", "--gpus-per-node", "2", "--partition", "a\nrm -rf /"], "--partition: is not one word"),
-        (["--torchrun", "--gpus-per-node", "2", "--hosts", ",,,"], "--hosts: not the address of a node"),
-        (["--torchrun", "--gpus-per-node", "2", "--hosts", "a b,c;d"], "--hosts: not the address of a node (got 'a b'"),
-        (["--kubernetes", "--gpus-per-node", "2", "--image", ""], "pods start from an image"),
-        (["--slurm", "--gpus-per-node", "2", "--hosts", "a"], "is for --torchrun and does nothing with --slurm"),
+        (["--slurm", "--gpus-per-node", "2", "--partition", "a\nrm -rf /"], "--partition: not a single word"),
+        (["--torchrun", "--gpus-per-node", "2", "--hosts", ",,,"], "--hosts: not a node address"),
+        (["--torchrun", "--gpus-per-node", "2", "--hosts", "a b,c;d"], "--hosts: not a node address (got 'a b'"),
+        (["--kubernetes", "--gpus-per-node", "2", "--image", ""], "pods need a container image"),
+        (["--slurm", "--gpus-per-node", "2", "--hosts", "a"], "applies to --torchrun only and has no effect with --slurm"),
         (["--slurm", "--gpus-per-node", "2", "--layout", "tp=3"], "does not divide 2 ranks"),
-        (["--slurm", "--gpus-per-node", "2", "--sbatch", "qos=high"], "not an option of sbatch"),
+        (["--slurm", "--gpus-per-node", "2", "--sbatch", "qos=high"], "not an sbatch option"),
         (["--slurm", "--gpus-per-node", "2", "--env", "1=2"], "NAME=VALUE"),
-        (["--slurm", "--gpus-per-node", "2", "--ib-hca", "mlx5", "--no-infiniband"], "InfiniBand is turned off"),
+        (["--slurm", "--gpus-per-node", "2", "--ib-hca", "mlx5", "--no-infiniband"], "InfiniBand is disabled"),
         (["--kubernetes", "--gpus-per-node", "2"], "--image"),
         (["--kubernetes", "--gpus-per-node", "2", "--image", "i", "--volume", "x"], "CLAIM:/path"),
         (["--torchrun", "--nodes", "2", "--gpus-per-node", "2"], "--hosts node1,node2"),
-        (["--torchrun", "--gpus-per-node", "2", "--submit"], "no scheduler to hand it to"),
+        (["--torchrun", "--gpus-per-node", "2", "--submit"], "this launcher has no scheduler"),
     ],
 )
 def test_wrong_input_is_told(recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -310,7 +310,7 @@ def test_submitting_hands_the_script_over(
     words = ["launch", str(recipe), "--slurm", "--gpus-per-node", "2", "--submit"]
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert run(words) == ExitCode.WRONG_INPUT
-    assert "sbatch is not on this machine" in capsys.readouterr().err
+    assert "sbatch is not installed" in capsys.readouterr().err
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(f'#!/bin/bash\ncat > "{tmp_path}/given"\necho 4711\n')
     sbatch.chmod(0o755)
@@ -319,4 +319,4 @@ def test_submitting_hands_the_script_over(
     assert (tmp_path / "given").read_text().startswith("#!/bin/bash\n#")
     sbatch.write_text("#!/bin/bash\necho 'no such account' >&2\nexit 1\n")
     assert run(words) == ExitCode.RUN_FAILED
-    assert "sbatch refused: no such account" in capsys.readouterr().err
+    assert "sbatch failed: no such account" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_products_are_bound_by_rate_or_by_bytes() -> None:
 
 
 def test_a_precision_without_units_is_refused() -> None:
-    with pytest.raises(InputError, match="no units for fp8"):
+    with pytest.raises(InputError, match="no hardware support for fp8"):
         predict(models.shape("llama"), Candidate(Layout(), 128, precision="fp8"), models.cluster(1), IDEAL)
 
 

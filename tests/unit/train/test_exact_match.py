@@ -107,4 +107,4 @@ def test_the_verb_scores_a_run_and_keeps_the_texts(tmp_path: Path, capsys: pytes
     lines = [json.loads(line) for line in Path(told["texts"]).read_text().splitlines()]
     assert [(line["expected"], line["line"], len(line["text"])) for line in lines] == [("d", 1, 5), ("e", 2, 5)]
     assert shardwright([*words[:4], "--answer-pattern", "("]) == ExitCode.WRONG_INPUT
-    assert "no regular expression" in capsys.readouterr().err
+    assert "not a regular expression" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_data_shows_ids_in_place_of_text(tmp_path: Path, capsys: pytest.CaptureF
     recipe.write_text(json.dumps(recipe_of(tmp_path, {"config": MODEL}).model_dump(mode="json")))
     assert run(["data", str(recipe), "--samples", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "no tokenizer: samples are shown as token ids, of a vocabulary of 300" in shown
+    assert "no tokenizer: samples are token ids, vocabulary of 300" in shown
     assert run(["data", str(recipe), "--samples", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     shown_ids = [int(word) for span in told["samples"][0]["spans"] for word in span["text"].split()]
