@@ -173,7 +173,8 @@ def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) ->
     assert shard is not None
     if replicate * shard != remaining:
         raise LayoutError(
-            f"dp_replicate x dp_shard x tp x pp x cp = {replicate} x {shard} x {section.tp} x {section.pp} x {section.cp} "
+            f"dp_replicate x dp_shard x tp x pp x cp = {replicate} x {shard} x "
+            f"{section.tp} x {section.pp} x {section.cp} "
             f"= {replicate * shard * model_degree}, but there are {world_size} ranks",
             field="layout",
             remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or omit one data degree: it takes the rest",

@@ -17,8 +17,10 @@ class RankGrid:
     """Ranks of a layout as a row-major grid over `AXES` (tp varies fastest).
 
     >>> grid = RankGrid(Layout(dp_replicate=2, dp_shard=2, zero_stage=3))
-    >>> grid.coordinates(3)["dp_shard"], grid.groups(["dp_shard"]), grid.group_of(1, ["dp_replicate"])
-    (1, [(0, 1), (2, 3)], (1, 3))
+    >>> grid.coordinates(3)["dp_shard"], grid.group_of(1, ["dp_replicate"])
+    (1, (1, 3))
+    >>> grid.groups(["dp_shard"])
+    [(0, 1), (2, 3)]
     """
 
     layout: Layout

@@ -82,7 +82,7 @@ def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def choose_precision(device: torch.device) -> PrecisionChoice:
-    """Choose what `precision: auto` means: bf16 if the device multiplies it natively, or else fp32."""
+    """Resolve `precision: auto`: bf16 if the device multiplies it natively, otherwise fp32."""
     if device.type == "cuda":
         return _choose_on_cuda(device)
     ratio = measure_bf16_ratio(device)

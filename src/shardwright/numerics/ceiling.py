@@ -10,7 +10,10 @@ from functools import cache
 import torch
 
 Product = tuple[int, int, int]
-"""(tokens, outputs, inputs) of a linear layer: 2 x their product FLOPs forward and for each gradient."""
+"""(tokens, outputs, inputs) of a linear layer.
+
+Forward and each gradient take 2 x their product FLOPs.
+"""
 
 Work = Callable[[], torch.Tensor]
 

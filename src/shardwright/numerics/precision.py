@@ -82,7 +82,8 @@ class LossScaler:
         self.scale /= 2.0
         if self.scale < self.SMALLEST:
             raise NonFiniteError(
-                f"the fp16 loss scale fell below {self.SMALLEST:g} and gradients are still not finite: the run has diverged; "
+                f"the fp16 loss scale fell below {self.SMALLEST:g} and gradients are still not finite: "
+                "the run has diverged; "
                 "lower training.learning_rate, or use precision bf16 or fp32"
             )
 

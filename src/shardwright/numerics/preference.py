@@ -100,7 +100,8 @@ def preference_loss(
     margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
     e = terms.label_smoothing
     loss_B = -(1.0 - e) * F.logsigmoid(margin_B) - e * F.logsigmoid(-margin_B)
-    # d loss / d margin is -(1 - e) sigmoid(-m) + e sigmoid(m), and a token's loss lowers its response's reward by beta.
+    # d loss / d margin is -(1 - e) sigmoid(-m) + e sigmoid(m), and a token's loss lowers its
+    # response's reward by beta.
     slope_B = ((1.0 - e) * torch.sigmoid(-margin_B) - e * torch.sigmoid(margin_B)) * valid_B
     weights_B2 = terms.beta * torch.stack([slope_B, -slope_B], dim=1)
     told(PairLosses(loss_B, rewards_B2, valid_B))

@@ -53,7 +53,7 @@ class VocabularyShard:
 
         Returns:
             Log-probability of the targets, and mean of the log-probabilities of the whole
-                vocabulary (zero unless `smoothed`), each `[C]` and equal on every rank.
+            vocabulary (zero unless `smoothed`), each `[C]` and equal on every rank.
         """
         # At the largest logit, the local normaliser can be read without cancellation.
         top_C1, index_C1 = logits_CV.max(dim=1, keepdim=True)

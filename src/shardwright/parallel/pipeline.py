@@ -174,7 +174,7 @@ class _Walk:
         self.scale = scale
         self.kept: dict[tuple[int, int], Kept] = {}
         self.handed: dict[tuple[bool, int, int], Tensor] = {}
-        """Tensors passed between this rank's stages: (is a hidden state, receiver, micro-batch)."""
+        """Tensors between this rank's stages, by (is a hidden state, receiver, micro-batch)."""
         self.products: dict[tuple[int, int], list[Product]] = {}
         self.loss_sum: Tensor | None = None
 
@@ -218,8 +218,7 @@ class _Walk:
         """Run an action.
 
         Returns:
-            Tensor that the next stage (after F) or the previous one (after B and I) waits for,
-                if any.
+            Tensor for the next stage (after F) or the previous one (after B and I), if any.
         """
         if action.kind == "F":
             return self._forward(action, received)

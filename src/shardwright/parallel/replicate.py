@@ -1,6 +1,7 @@
 """DDP for zero_stage 0: gradients are reduced in buckets during the backward pass."""
 
-# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves, not with their names.
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types
+# themselves, not with their names.
 
 from collections.abc import Collection
 
@@ -41,7 +42,7 @@ def replicate(
         process_group=group,
         bucket_cap_mb=bucket_size_bytes / 1024**2,
         gradient_as_bucket_view=True,
-        init_sync=False,  # weights depend on name and seed (or one file) only, so they are equal already
+        init_sync=False,  # weights depend on name and seed (or one file) only: already equal
     )
     wrapped.register_comm_hook(group, _sum_bucket_in_bf16 if reduce_dtype == torch.bfloat16 else _sum_bucket)
     return wrapped

@@ -93,7 +93,8 @@ def shard(decoder: Decoder, layout: Layout, mesh: Mesh, dtypes: Dtypes, stages: 
         decoder.register_forward_hook(_refuse_logits, with_kwargs=True)
     for group in (*expert_groups, *groups, root):
         group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # a factor would need PREMUL_SUM, which gloo lacks
+        # Otherwise FSDP2 uses PREMUL_SUM for the factor, which gloo lacks.
+        group.set_force_sum_reduction_for_comms(True)
     root.set_reshard_after_backward(reshards_after_use)
     for run in stage_groups:
         _prefetch(run, root, layout)

@@ -104,12 +104,12 @@ def vocabulary_shard(vocab_size: int, group: dist.ProcessGroup) -> VocabularySha
     first = chunk * dist.get_rank(group)
     num_rows = min(chunk, vocab_size - first)
 
-    def gather_over(tensor: Tensor) -> Tensor:
+    def gather_ranks(tensor: Tensor) -> Tensor:
         return collectives.stack(tensor, group)
 
-    def whole(logits: Tensor) -> Tensor:
+    def gather_logits(logits: Tensor) -> Tensor:
         # Slices must be equal, so the last ones are padded beyond the last row.
         padded = F.pad(logits, (0, chunk - num_rows))
         return collectives.gather_copies(padded, -1, group)[..., :vocab_size]
 
-    return VocabularyShard(first, vocab_size, gather_over, whole)
+    return VocabularyShard(first, vocab_size, gather_ranks, gather_logits)

@@ -106,8 +106,8 @@ def _bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
         x = _LEFT + start * scale
         length = (end - start) * scale
         out.append(
-            f'<rect class="{action.kind}{stages.index(action.stage) % 2}" x="{x:.1f}" y="{top}" width="{max(length - 0.8, 0.4):.1f}" '
-            f'height="{_BAR}" rx="2"><title>{action}: {start:.6g} to {end:.6g}</title></rect>'
+            f'<rect class="{action.kind}{stages.index(action.stage) % 2}" x="{x:.1f}" y="{top}" '
+            f'width="{max(length - 0.8, 0.4):.1f}" height="{_BAR}" rx="2"><title>{action}: {start:.6g} to {end:.6g}</title></rect>'
         )
         if length >= _MIN_LABEL * (0.5 + 0.5 * len(str(action.micro_batch))):
             out.append(f'<text class="n" x="{x + length / 2:.1f}" y="{top + 15}">{action.micro_batch}</text>')
