@@ -184,11 +184,11 @@ class _Backward:
             visibility, kernel = _prepare(self.q_BHLE, arrived, block, self.how)
             rows = block.queries
             keys = block.keys
-            whole = Partial(self.whole.out_BHLV[:, :, rows], self.whole.lse_BHL[:, :, rows])
+            tile_output = Partial(self.whole.out_BHLV[:, :, rows], self.whole.lse_BHL[:, :, rows])
             k = arrived.k_BKSE[:, :, keys]
             v = arrived.v_BKSV[:, :, keys]
             d_q, d_k, d_v = kernel.backward(
-                self.d_out_BHLV[:, :, rows], self.q_BHLE[:, :, rows], k, v, whole, visibility, self.how.scores
+                self.d_out_BHLV[:, :, rows], self.q_BHLE[:, :, rows], k, v, tile_output, visibility, self.how.scores
             )
             self.d_q_BHLE[:, :, rows] += d_q
             d_k_BKSE[:, :, keys] += d_k
