@@ -46,6 +46,7 @@ def dtypes(precision: PrecisionSection) -> Dtypes:
 
 class LossScaler:
     """Dynamic factor on the loss that keeps small fp16 gradients from becoming zero.
+
     Every rank must take the same decision, or their weights diverge: the argument of `update`
     follows from the norm that all ranks share (`numerics.clip.agree_on_norm`). A non-finite
     step halves the scale and is skipped; after `loss_scale_growth_steps` finite steps in a row

@@ -44,6 +44,7 @@ def _policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Checkpoin
 
 def recompute_runner(kind: RecomputeKind) -> Runner | None:
     """Build `run(function, *args) -> output` for blocks; None without recomputation.
+
     `full` saves a block's inputs only; `selective` also saves the results of matrix products
     and attention. The random state is not saved and restored: dropout is a function of seed,
     step and token, so running twice gives the same mask. Gradients equal those without

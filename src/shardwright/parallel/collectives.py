@@ -1,4 +1,5 @@
-"""Collectives with gradients, each over one process group; without effect if that is None.
+"""Collectives with gradients, each over one process group; no-ops if the group is None.
+
     function        forward          backward         name in the papers
     copy_to_all     identity         all-reduce       f       (Shoeybi et al. 2019, figure 3;
                                                               Korthikanti et al. 2022, figure 4)

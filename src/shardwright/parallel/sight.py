@@ -1,4 +1,5 @@
-"""Visibility between chunks of a row: attention tiles to compute, and masks where partly visible.
+"""Visibility between chunks of a row: attention tiles to compute, masks of partly visible ones.
+
 A chunk's queries see all of an earlier chunk, nothing of it (another document, outside the
 window), or some of it. Invisible tiles are not computed; fully visible ones need no mask.
 Windows and chunks are known on the host. For documents the ids at the ends of the chunks are

@@ -1,4 +1,5 @@
 """Tensor and sequence parallelism: the decoder's hooks between ranks that share its layers.
+
 The products of a block come in pairs: the first is sharded over its outputs (heads, features),
 the second over its inputs, so that two collectives a pair are enough in each direction. If the
 residual stream is sharded over tokens, they are an all-gather before and a reduce-scatter

@@ -1,4 +1,5 @@
 """Ulysses: all-to-alls between local tokens of all heads and all tokens of local heads.
+
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv 2309.14509).
 
 Legend: B sequences, H query heads, K key/value heads, L tokens of this rank, T of the row, E
