@@ -126,18 +126,18 @@ def _least_cap(layer_costs: Sequence[float], num_stages: int, embedding_cost: fl
         stage = 0
         filled = embedding_cost
         num_left = len(layer_costs)
-        num_taken = 0
+        num_placed = 0
         for cost in layer_costs:
             # A stage takes at least one layer, and leaves one for each stage after it.
-            is_full = num_taken and (filled + cost > cap or num_left < num_stages - stage)
+            is_full = num_placed and (filled + cost > cap or num_left < num_stages - stage)
             if is_full:
-                stage, filled, num_taken = stage + 1, 0.0, 0
+                stage, filled, num_placed = stage + 1, 0.0, 0
             if stage == num_stages:
                 return False
             filled += cost
             if filled > cap:
                 return False
-            num_taken, num_left = num_taken + 1, num_left - 1
+            num_placed, num_left = num_placed + 1, num_left - 1
         return stage == num_stages - 1 and filled + head_cost <= cap
 
     # The last stage must leave capacity for the head. Filling from the front ensures it: the

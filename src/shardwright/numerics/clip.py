@@ -35,9 +35,9 @@ def global_norm(
             with a copy on several stages is listed on one of them only.
         device: device of the sum on a rank without any gradient; default that of the gradients.
 
-    The result is inf or nan on every rank whose sums include such a shard; `agree_on_norm`
-    spreads it to the others. Such a step is skipped, never scaled. (An element above 1e19
-    overflows when squared in fp32 and counts as inf.)
+    The result is inf or nan on every rank whose sums include a non-finite shard;
+    `agree_on_norm` spreads it to the others. Such a step is skipped, never scaled. (An element
+    above 1e19 overflows when squared in fp32 and counts as inf.)
     """
     shards: dict[tuple[str, ...], list[Tensor]] = {}
     for gradient, layout in gradients:
@@ -65,14 +65,15 @@ def agree_on_norm(norm: Tensor, sum_over_all: Callable[[Tensor], Tensor]) -> Ten
     Args:
         sum_over_all: sums a scalar in place over every rank of the run.
     """
-    non_finite = sum_over_all(torch.where(norm.isfinite(), 0.0, norm))  # a sum propagates nan and inf; a maximum may not
+    # A sum propagates nan and inf; a maximum may not.
+    non_finite = sum_over_all(torch.where(norm.isfinite(), 0.0, norm))
     return torch.where(non_finite == 0.0, norm, non_finite)
 
 
 _ROW = 4096
 """Elements that a CPU sums in fp32 at a time.
 
-It adds them one after another: 50 million at once lose 0.4 percent of the norm, and the norm
+It adds them one after another: 50 million at once lose 0.4 percent of the norm, and the loss
 would depend on the sharding; in rows of 4096, added in fp64, the error is 5e-9 at the same
 speed.
 """
@@ -86,7 +87,8 @@ def _sum_of_squares(tensors: list[Tensor], like: Tensor) -> Tensor:
     total = torch.zeros_like(like)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.numel() > _ROW:  # CUDA adds in a tree, which is as exact as rows
+        # CUDA adds in a tree, which is as exact as rows.
+        if tensor.device.type == "cpu" and tensor.numel() > _ROW:
             flat = tensor.reshape(-1)
             num_full = flat.numel() // _ROW * _ROW
             norms = torch.linalg.vector_norm(flat[:num_full].view(-1, _ROW), dim=1, dtype=_sum_dtype(tensor))

@@ -285,7 +285,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             if compute_dtype != sum_dtype:
-                grad_CV = chunk.logits_CV.copy_(grad_CV)  # reuses the logits' memory, which has the dtype of the products
+                # Reuses the logits' memory, which has the dtype of the products.
+                grad_CV = chunk.logits_CV.copy_(grad_CV)
             if grad_hidden_SD is not None:
                 torch.mm(grad_CV, product_weight_VD, out=grad_hidden_SD[start : start + chunk_tokens])
             if grad_weight_VD is None:

@@ -115,7 +115,8 @@ def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return stack(x, group).movedim(0, dim).flatten(dim, dim + 1)  # no copy if the dimensions before `dim` are of size 1
+    # No copy if the dimensions before `dim` are of size 1.
+    return stack(x, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

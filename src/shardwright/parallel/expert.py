@@ -113,9 +113,9 @@ class ExpertExchange:
     def combine(self, out_RD: Tensor, arrived: Arrived) -> Tensor:
         """Return the experts' outputs to the rows' ranks, in the original order, `[M, D]`."""
         assert self.group is not None
-        arrival_order_RD = _Reorder.apply(out_RD, _inverse(arrived.order_R))
+        received_order_RD = _Reorder.apply(out_RD, _inverse(arrived.order_R))
         exchange = _Journey(self.group, arrived.receive, arrived.send)
-        returned: Tensor = _Await.apply(_Issue.apply(arrival_order_RD, exchange), exchange)
+        returned: Tensor = _Await.apply(_Issue.apply(received_order_RD, exchange), exchange)
         return returned
 
     def sum_over_row(self, x: Tensor) -> Tensor:

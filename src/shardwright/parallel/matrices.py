@@ -79,10 +79,10 @@ class MatrixExchange:
         """
         results = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         for group, position, matrices in self._sets:
-            given_matrices = [matrix for matrix in matrices if matrix.name in tensors]
-            assert len(given_matrices) == len(matrices), "a matrix of this stage has no gradient"
-            if given_matrices:
-                _apply_over(group, position, given_matrices, function, tensors, results)
+            matrices_with_gradient = [matrix for matrix in matrices if matrix.name in tensors]
+            assert len(matrices_with_gradient) == len(matrices), "a matrix of this stage has no gradient"
+            if matrices_with_gradient:
+                _apply_over(group, position, matrices_with_gradient, function, tensors, results)
         return results
 
 

@@ -93,7 +93,8 @@ class Mesh:
         parallelism_of_group: dict[dist.ProcessGroup, str] = {}
         for axes in _groupings(self.layout):
             group = self.group(*axes)
-            if group is not None:  # of two sets of axes with the same ranks the narrower one comes first
+            # Of two sets of axes with the same ranks the narrower one comes first.
+            if group is not None:
                 parallelism_of_group.setdefault(
                     group, _CUT_OF_AXIS[axes[0]] if len({_CUT_OF_AXIS[axis] for axis in axes}) == 1 else "world"
                 )

@@ -134,7 +134,8 @@ def _arrivals(k_BKLE: Tensor, v_BKLV: Tensor, how: RowAttention) -> Iterator[Arr
         if step < len(how.chunks) - 1:
             assert how.group is not None
             transfer = _Pass(current, how.group)
-        chunks = how.chunks[rank - step]  # chunks of the rank that is `step` positions before this one
+        # Chunks of the rank that is `step` positions before this one.
+        chunks = how.chunks[rank - step]
         yield Arrived(*current, row.places(chunks, device), row.blocks(own, chunks, how.window))
         if transfer is not None:
             current = transfer.wait()

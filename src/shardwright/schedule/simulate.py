@@ -111,20 +111,20 @@ def simulate(schedule: Schedule, times: Times | Mapping[Action, float], transfer
         boundary_times = transfer or (0.0,) * (schedule.num_stages - 1)
     rank_free = [0.0] * schedule.num_ranks
     channel_free = [0.0] * order.num_channels
-    arrival = [0.0] * len(order.actions)
+    available = [0.0] * len(order.actions)
     starts: list[list[float]] = [[] for _ in schedule.rows]
     ends: list[list[float]] = [[] for _ in schedule.rows]
     for number, (_, rank, source, channel, boundary) in enumerate(order.steps):
         start = rank_free[rank]
-        if source >= 0 and arrival[source] > start:
-            start = arrival[source]
+        if source >= 0 and available[source] > start:
+            start = available[source]
         end = rank_free[rank] = start + durations[number]
         starts[rank].append(start)
         ends[rank].append(end)
         if channel >= 0:
             begin = channel_free[channel]
             channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
-        arrival[number] = end
+        available[number] = end
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
@@ -139,17 +139,17 @@ def seconds_of_step(schedule: Schedule, times: Times) -> float:
     durations = _by_slot(times)
     rank_free = [0.0] * schedule.num_ranks
     channel_free = [0.0] * order.num_channels
-    arrival: list[float] = []
+    available: list[float] = []
     boundary_times = times.transfer
     for slot, rank, source, channel, boundary in order.steps:
         start = rank_free[rank]
-        if source >= 0 and arrival[source] > start:
-            start = arrival[source]
+        if source >= 0 and available[source] > start:
+            start = available[source]
         rank_free[rank] = end = start + durations[slot]
         if channel >= 0:
             begin = channel_free[channel]
             channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
-        arrival.append(end)
+        available.append(end)
     return max(rank_free)
 
 
