@@ -91,7 +91,7 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES, pipe_seconds
             if not block:
                 return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
             content += block
-    raise OSError(errno.EFBIG, f"it is larger than the limit of {max_bytes // 1024:,} KiB", str(path))
+    raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024:,} KiB, the limit", str(path))
 
 
 def _open_kind(path: str | Path, allowed: tuple[FileKind, ...]) -> int:
