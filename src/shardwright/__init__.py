@@ -1,3 +1,3 @@
-"""shardwright: plan, prove and train large language models over any number of devices."""
+"""shardwright: plan, verify and train large language models on any number of devices."""
 
 __version__ = "0.1.0"

@@ -1,24 +1,24 @@
-"""Every error that shardwright raises on purpose.
+"""Exceptions that shardwright raises on purpose.
 
     ShardwrightError                exit code
-    ├── InputError                  2   what was given is wrong: field, got, allowed, remedy
+    ├── InputError                  2   invalid input: field, got, allowed, remedy
     │   ├── RecipeError                 the YAML recipe or a `--set`
     │   ├── LayoutError                 degrees that do not fit ranks, model or batch
     │   ├── ScheduleError               a pipeline schedule that cannot be built, read or run
-    │   ├── ArchitectureError           a config.json that we refuse
+    │   ├── ArchitectureError           a config.json that we do not support
     │   ├── WeightsError                missing, surplus or mis-shaped tensors
-    │   ├── TokenizerError              a tokenizer that is absent or does not fit the model
-    │   ├── DataError                   sources that cannot be read or hold nothing to learn from
-    │   └── CheckpointError             a checkpoint that is damaged, foreign or does not fit
-    ├── CheckFailed                 1   a check ran and its answer is no
-    ├── RunFailed                   3   the run itself broke
+    │   ├── TokenizerError              a tokenizer that is missing or does not fit the model
+    │   ├── DataError                   sources that are unreadable or contain no training data
+    │   └── CheckpointError             a checkpoint that is damaged, not ours or does not fit
+    ├── CheckFailed                 1   a check ran and found a failure
+    ├── RunFailed                   3   the run itself failed
     │   ├── NonFiniteError              too many steps in a row without a finite gradient
-    │   ├── SaveFailed                  a checkpoint could not be written; the old ones are whole
-    │   ├── OutOfMemory                 a rank found no more memory; says what was predicted
+    │   ├── SaveFailed                  a checkpoint could not be written; older ones are intact
+    │   ├── OutOfMemory                 a rank ran out of memory; states the prediction
     │   └── RankFailed                  a rank died or hung; names it
-    └── Preempted                   4   asked to stop; state is saved
+    └── Preempted                   4   stopped on request; state is saved
 
-Anything else that escapes is a bug of ours and is shown with its traceback.
+Any other exception that escapes is a bug of ours and is shown with its traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every verb."""
+    """Exit codes of all commands."""
 
     DONE = 0
     CHECK_FAILED = 1
@@ -39,17 +39,17 @@ class ExitCode(IntEnum):
 
 
 class ShardwrightError(Exception):
-    """Root of the tree; `exit_code` is what the command line leaves with."""
+    """Base class of our exceptions; `exit_code` is the exit code of the command line."""
 
     exit_code: ExitCode = ExitCode.RUN_FAILED
 
 
 class InputError(ShardwrightError):
-    """Wrong input, told in four parts so that the reader can mend it without reading our code.
+    """Invalid input, described in four parts so that users can fix it without reading our code.
 
-    >>> print(InputError("two sequences do not fit", field="training.sequence_length", got=4096,
+    >>> print(InputError("sequences do not fit", field="training.sequence_length", got=4096,
     ...                  allowed="at most 2048", remedy="shorten it"))
-    training.sequence_length: two sequences do not fit (got 4096; allowed: at most 2048). shorten it
+    training.sequence_length: sequences do not fit (got 4096; allowed: at most 2048). shorten it
     """
 
     exit_code = ExitCode.WRONG_INPUT
@@ -81,7 +81,8 @@ class InputError(ShardwrightError):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process boundaries (rank -> launcher); keyword-only arguments need help to pickle.
+        # Errors cross process boundaries (rank -> launcher); pickle does not pass keyword-only
+        # arguments.
         return (_rebuild, (type(self), self.problem, self.field, self.got, self.allowed, self.remedy))
 
 
@@ -92,74 +93,74 @@ def _rebuild(
 
 
 class RecipeError(InputError):
-    """The recipe, or a `--set` on the command line, is wrong."""
+    """Invalid recipe, or invalid `--set` on the command line."""
 
 
 class LayoutError(InputError):
-    """A layout that does not fit the ranks, the model or the batch."""
+    """Layout that does not fit the ranks, the model or the batch."""
 
 
 class ScheduleError(InputError):
-    """A pipeline schedule that cannot be built, read, or run to its end."""
+    """Pipeline schedule that cannot be built, read, or run to its end."""
 
 
 class ArchitectureError(InputError):
-    """A config.json that names a family or feature we do not compute exactly."""
+    """config.json with a family or feature that we do not compute exactly."""
 
 
 class WeightsError(InputError):
-    """Tensors of a weights folder that are missing, surplus or mis-shaped."""
+    """Missing, surplus or mis-shaped tensors in a weights folder."""
 
 
 class TokenizerError(InputError):
-    """A tokenizer that is absent, broken or does not fit the model's vocabulary."""
+    """Tokenizer that is missing, broken or does not fit the model's vocabulary."""
 
 
 class DataError(InputError):
-    """Data that cannot be read, is broken too often, or supervises nothing."""
+    """Data that cannot be read, is broken too often, or has no supervised tokens."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is damaged, foreign, or does not fit the run."""
+    """Checkpoint that is damaged, not shardwright's, or does not fit the run."""
 
 
 class CheckFailed(ShardwrightError):
-    """A check ran to its end and the answer is no."""
+    """Check that ran to its end and found a failure."""
 
     exit_code = ExitCode.CHECK_FAILED
 
 
 class RunFailed(ShardwrightError):
-    """The run broke."""
+    """Failure of the run itself."""
 
 
 class NonFiniteError(RunFailed):
-    """Too many steps in a row had a gradient that is not finite."""
+    """Too many steps in a row with a non-finite gradient."""
 
 
 class SaveFailed(RunFailed):
-    """A checkpoint could not be written. Older checkpoints are untouched."""
+    """Checkpoint that could not be written. Older checkpoints are intact."""
 
 
 class OutOfMemory(RunFailed):
-    """A rank found no more memory."""
+    """Rank that ran out of memory."""
 
 
 class RankFailed(RunFailed):
-    """A rank died or hung."""
+    """Rank that died or hung."""
 
 
 class Preempted(ShardwrightError):
-    """The run was asked to stop and has saved its state."""
+    """Run that stopped on request, after saving its state."""
 
     exit_code = ExitCode.PREEMPTED
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to `word`, or None when none is close.
+    """Return the known word closest to `word`, or None if none is close.
 
     >>> nearest("seqence_length", ["sequence_length", "seed"])
     'sequence_length'
     """
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None

@@ -1,8 +1,8 @@
-"""Files that a user names, opened and read within bounds of time and size whatever they turn out to be.
+"""Reading of files that a user names, bounded in time and size whatever the files are.
 
-Opening a FIFO waits for its writer, and reading a terminal or /dev/zero never ends. So only regular files are opened, and what is
-held as one text has a largest size. Every failure is an OSError with a `strerror` for people, which callers turn into their own
-errors.
+Opening a FIFO waits for its writer, and reading a terminal or /dev/zero never ends. So only
+regular files are opened, and text that is loaded whole has a largest size. Every failure is an
+OSError with a readable `strerror`, which callers turn into their own errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 MAX_TEXT_BYTES = 256 * 1024**2
-"""Largest file that is read as one text, unless the caller says otherwise. A tokenizer.json takes up to some 40 MB."""
+"""Largest file that is read as one text by default. A tokenizer.json takes up to about 40 MB.
+"""
 _BLOCK_BYTES = 1 << 16
 
 FileKind = Literal["regular file", "folder", "FIFO", "socket", "character device", "block device", "absent"]
@@ -33,10 +34,11 @@ _KINDS: tuple[tuple[int, FileKind], ...] = (
 
 
 def file_kind(path: str | Path) -> FileKind:
-    """Return what a path leads to, links followed, without opening it.
+    """Return the kind of file at a path, following links, without opening it.
 
     Raises:
-        OSError: the path cannot be followed: it is too long, its links form a loop, a folder on the way may not be entered.
+        OSError: the path cannot be followed: it is too long, its links form a loop, or a folder
+            on it is not accessible.
     """
     try:
         return _kind_of(os.stat(path).st_mode)
@@ -47,7 +49,7 @@ def file_kind(path: str | Path) -> FileKind:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; never waits.
+    """Open a regular file for reading, without blocking.
 
     Raises:
         OSError: the file cannot be opened, or it is of another kind.
@@ -56,23 +58,25 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 class _Regular(io.FileIO):
-    """A file whose reads never wait. Some files below /proc count as regular and have no end."""
+    """File whose reads never block. Some files below /proc count as regular and have no end."""
 
     def readinto(self, buffer: Any) -> int:
         num_bytes = super().readinto(buffer)
         if num_bytes is None:
-            raise OSError(errno.EAGAIN, "it has no end, and nothing to read now")
+            raise OSError(errno.EAGAIN, "it has no end and no data to read now")
         return num_bytes
 
 
 def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES, pipe_seconds: float = 0.0) -> str:
-    """Read a whole file as UTF-8; a byte-order mark is left out, and line ends become \\n.
+    """Read a whole file as UTF-8; a byte-order mark is removed, and line ends become \\n.
 
     Args:
-        pipe_seconds: longest silence of a pipe (`<(...)`, /dev/stdin) before it is an error. 0 refuses pipes.
+        pipe_seconds: longest time that a pipe (`<(...)`, /dev/stdin) may stay silent, in
+            seconds. 0 refuses pipes.
 
     Raises:
-        OSError: the file cannot be opened, is of another kind, is larger than `max_bytes`, or a pipe stays silent.
+        OSError: the file cannot be opened, is of another kind, is larger than `max_bytes`, or a
+            pipe stays silent.
         UnicodeDecodeError: the content is not UTF-8.
     """
     descriptor = _open_kind(path, ("regular file", "FIFO") if pipe_seconds else ("regular file",))
@@ -87,7 +91,7 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES, pipe_seconds
             if not block:
                 return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
             content += block
-    raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024:,} KiB, the most that is read", str(path))
+    raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024:,} KiB, the limit", str(path))
 
 
 def _open_kind(path: str | Path, allowed: tuple[FileKind, ...]) -> int:
@@ -118,11 +122,11 @@ def _wait_readable(descriptor: int, path: str | Path, seconds: float) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        if poll.poll(1000 * left):
+    while (remaining_seconds := deadline - time.monotonic()) > 0:
+        if poll.poll(1000 * remaining_seconds):
             return
-    raise OSError(errno.ETIMEDOUT, f"nobody wrote into this pipe for {seconds:g} s", str(path))
+    raise OSError(errno.ETIMEDOUT, f"nothing was written to this pipe for {seconds:g} s", str(path))
 
 
 def _null_byte(path: str | Path) -> OSError:
-    return OSError(errno.EINVAL, "the path holds a null byte", str(path))
+    return OSError(errno.EINVAL, "the path contains a null byte", str(path))

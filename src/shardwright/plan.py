@@ -1,6 +1,7 @@
-"""The narrow waist: one frozen value that says how a run is cut over devices.
+"""The plan: one frozen value that describes how a run is distributed over devices.
 
-Planner, rehearsal, verifier and trainer all read the same `Plan`; `resolve` is pure and needs no torch.
+Planner, rehearsal, verifier and trainer all read the same `Plan`; `resolve` is pure and needs
+no torch.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from shardwright.schedule import load_schedule
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch_size = micro_batch_size x data_ranks x gradient_accumulation_steps, in sequences."""
+    """Batch sizes in sequences and tokens, after resolution of the ones left out.
+
+    global_batch_size = micro_batch_size x data_ranks x gradient_accumulation_steps, in
+    sequences.
+    """
 
     sequence_length: int
     micro_batch_size: int
     gradient_accumulation_steps: int
     data_ranks: int
     row_multiple: int | None = None
-    """Rows are filled up to the longest of their micro-batch, rounded up to a multiple of so many tokens, and to sequence_length
-    at most; None fills every row to sequence_length."""
+    """Rows are padded to the longest of their micro-batch, rounded up to a multiple of this
+    many tokens, at most to sequence_length; None pads every row to sequence_length."""
 
     @property
     def global_batch_size(self) -> int:
@@ -35,13 +40,13 @@ class BatchPlan:
 
     @property
     def global_batch_tokens(self) -> int:
-        """Tokens per optimizer step; where rows end with the longest of their micro-batch, at most."""
+        """Tokens per optimizer step; an upper bound if rows end before sequence_length."""
         return self.global_batch_size * self.sequence_length
 
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """What `precision: auto` means for a run, and why; the reason is one clause for a person to read."""
+    """Result of `precision: auto` for a run; the reason is one clause for a person to read."""
 
     kind: Literal["fp32", "bf16"]
     reason: str
@@ -52,20 +57,20 @@ class PrecisionChoice:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a training run is cut over devices. Its precision is never `auto`."""
+    """Distribution of a training run over devices. Its precision is never `auto`."""
 
     layout: Layout
     batch: BatchPlan
     precision: PrecisionSection
     recompute: RecomputeKind = "none"
     precision_reason: str | None = None
-    """Why `precision: auto` came to this kind; None where the recipe names the kind."""
+    """Reason why `precision: auto` chose this kind; None if the recipe names the kind."""
 
     def __post_init__(self) -> None:
-        assert self.precision.kind != "auto", "resolve chooses the precision of a plan"
+        assert self.precision.kind != "auto", "`resolve` resolves `auto`"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON for the run folder."""
+        """Return the plan as JSON values for the run folder."""
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
@@ -76,29 +81,31 @@ class Plan:
 
 
 def resolve(recipe: Recipe, world_size: int, auto_precision: PrecisionChoice | None = None) -> Plan:
-    """The plan of a recipe on `world_size` ranks.
+    """Resolve a recipe on `world_size` ranks into a plan.
 
     Args:
-        auto_precision: what `precision: auto` means on the devices that the plan is for. A recipe that names its precision
-            needs none.
+        auto_precision: choice for `precision: auto` on the devices of the plan. Not needed if
+            the recipe names its precision.
 
     Raises:
-        LayoutError, RecipeError: degrees or batch sizes that contradict each other, with the arithmetic shown.
-        ScheduleError: a pipeline schedule that does not take the step's micro-batches.
+        LayoutError, RecipeError: degrees or batch sizes contradict each other; shows the
+            arithmetic.
+        ScheduleError: the pipeline schedule does not support the step's number of
+            micro-batches.
     """
     layout, batch = resolve_degrees(recipe, world_size)
-    chosen = auto_precision if recipe.precision.kind == "auto" else None
+    choice = auto_precision if recipe.precision.kind == "auto" else None
     return Plan(
         layout=layout,
         batch=batch,
-        precision=settle_precision(recipe, chosen).precision,
+        precision=settle_precision(recipe, choice).precision,
         recompute=recipe.recompute,
-        precision_reason=None if chosen is None else chosen.reason,
+        precision_reason=None if choice is None else choice.reason,
     )
 
 
 def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]:
-    """Layout and batch of a recipe on `world_size` ranks: all of the plan that does not depend on the devices.
+    """Resolve layout and batch of a recipe: all of the plan that is independent of the devices.
 
     Raises:
         LayoutError, RecipeError, ScheduleError: as `resolve`.
@@ -111,49 +118,48 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
 
 
 def settle_precision(recipe: Recipe, choice: PrecisionChoice | None) -> Recipe:
-    """The recipe with the chosen kind in place of `precision: auto`; a recipe that names its precision as it is."""
+    """Replace `precision: auto` by the chosen kind; a recipe that names its kind is unchanged."""
     if recipe.precision.kind != "auto" or choice is None:
         return recipe
     return recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"kind": choice.kind})})
 
 
 def row_multiple(layout: Layout, at_least: int = 1) -> int:
-    """A multiple of `at_least` tokens such that rows come out even under every cut of a row that the layout makes.
-
-    Zigzag takes 2 x cp chunks, sequence parallelism tp equal shares of a context rank's tokens.
-
-    >>> row_multiple(Layout(tp=2, cp=3), 8)
-    24
-    """
+    """Return a multiple of `at_least` tokens by which rows divide evenly under a layout."""
     return math.lcm(at_least, 2 * layout.cp * layout.tp)
 
 
 def _check_schedule(layout: Layout, batch: BatchPlan, *, compiles: bool) -> None:
-    """Refuse a schedule that does not take the step's micro-batches, or that compiled blocks cannot run."""
+    """Check that a schedule supports the step's micro-batches and, if set, compiled blocks."""
     schedule = load_schedule(layout.schedule, layout.pp, batch.gradient_accumulation_steps, layout.virtual_stages)
     if compiles and schedule.splits_backward:
         raise LayoutError(
-            "a compiled block makes all of its gradients at once, and this schedule puts some off",
+            "a compiled block computes all of its gradients at once, but this schedule delays some",
             field="layout.schedule",
             got=layout.schedule,
             allowed="one without I and W: gpipe, 1f1b, interleaved_1f1b",
-            remedy="Take one of these, or model.compile: false",
+            remedy="Use one of these, or set model.compile: false",
         )
 
 
 def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
-    """Any two of micro batch, accumulation and global batch give the third; one alone takes accumulation 1.
+    """Derive the missing one of micro batch, accumulation and global batch from the other two.
 
-    >>> resolve_batch(TrainingSection(sequence_length=8, max_steps=1, learning_rate=1, global_batch_size=12,
-    ...                               micro_batch_size=2), data_ranks=2).gradient_accumulation_steps
+    If only one is given, accumulation is 1.
+
+    >>> resolve_batch(TrainingSection(sequence_length=8, max_steps=1, learning_rate=1,
+    ...                               global_batch_size=12, micro_batch_size=2),
+    ...               data_ranks=2).gradient_accumulation_steps
     3
     """
-    micro, accumulation, total = training.micro_batch_size, training.gradient_accumulation_steps, training.global_batch_size
+    micro = training.micro_batch_size
+    accumulation = training.gradient_accumulation_steps
+    total = training.global_batch_size
     if micro is None and total is None:
         raise RecipeError(
-            "say how many sequences a step holds",
+            "the number of sequences per step is not set",
             field="training.micro_batch_size",
-            remedy="Give micro_batch_size or global_batch_size (any two of micro, accumulation and global give the third)",
+            remedy="Set micro_batch_size or global_batch_size (any two of micro, accumulation and global give the third)",
         )
     if total is None:
         assert micro is not None
@@ -172,13 +178,17 @@ def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
             field="training.global_batch_size",
             got=total,
             allowed=str(product),
-            remedy="Leave one of the three out: it follows from the other two",
+            remedy="Omit one of the three: it follows from the other two",
         )
     return BatchPlan(training.sequence_length, micro, accumulation, data_ranks)
 
 
 def count_steps(training: TrainingSection, num_samples: int, global_batch_size: int) -> int:
-    """Optimizer steps of the run: the smaller of `max_steps` and what `num_epochs` make, at least one."""
+    """Count a run's optimizer steps: the smaller of `max_steps` and the steps of `num_epochs`.
+
+    Raises:
+        DataError: the epochs do not fill one global batch.
+    """
     limits = [] if training.max_steps is None else [training.max_steps]
     if training.num_epochs is not None:
         steps = math.floor(training.num_epochs * num_samples / global_batch_size)
@@ -193,6 +203,7 @@ def count_steps(training: TrainingSection, num_samples: int, global_batch_size: 
 
 
 def _divide(total: int, by: int, shown: str, wanted: str) -> int:
+    """Divide `total`, or raise a LayoutError that shows the arithmetic."""
     if total % by:
         nearby = max(by, total // by * by)
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Formatting of bytes, seconds, counts and rates. Values are carried in base units; only print uses these."""
+"""Formatting of bytes, seconds, counts and rates for output; values elsewhere use base units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MIB_BYTES = 1024**2
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Binary units, three significant digits.
+    """Format bytes in binary units, with three significant digits.
 
     >>> format_bytes(1536 * 1024**2)
     '1.50 GiB'
@@ -21,7 +21,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Decimal multiples with a letter.
+    """Format a number with a decimal multiple, as a letter.
 
     >>> format_count(1_234_567)
     '1.23M'
@@ -35,7 +35,7 @@ def format_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as a person says it.
+    """Format a duration in the units that people use.
 
     >>> format_seconds(3725), format_seconds(0.0123), format_seconds(75)
     ('1h 02m', '12.3 ms', '1m 15s')
@@ -55,7 +55,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_flops_per_second(flops_per_second: float) -> str:
-    """
+    """Format a rate in PFLOP/s, TFLOP/s, GFLOP/s or MFLOP/s.
+
     >>> format_flops_per_second(7.9e14)
     '790 TFLOP/s'
     """

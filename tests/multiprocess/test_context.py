@@ -172,7 +172,7 @@ def generate_on_ranks() -> None:
 
 
 def test_caches_are_refused() -> None:
-    with RankPool() as pool, pytest.raises(RankFailed, match="generation keeps whole rows") as caught:
+    with RankPool() as pool, pytest.raises(RankFailed, match="generation does not support context parallelism") as caught:
         pool.run(2, generate_on_ranks)
     assert isinstance(caught.value.__cause__, LayoutError)
 

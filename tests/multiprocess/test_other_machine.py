@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipes.demo import FEWEST_STEPS
+from recipes.demo import MIN_STEPS
 
 from shardwright.telemetry.events import Evaluation, RunStarted, Step, read_events, surviving
 from tests.unit.numerics.test_bf16 import OTHER_MACHINE
@@ -32,9 +32,9 @@ def test_the_demo_shortens_itself_in_sight_and_ends_well(tmp_path: Path) -> None
         env=os.environ | OTHER_MACHINE, cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"=== shortened from 800 to {FEWEST_STEPS} steps, because a step takes [\d.]+ s here", done.stdout)
+    assert re.search(rf"=== shortened from 800 to {MIN_STEPS} steps, because a step takes [\d.]+ s here", done.stdout)
     events = surviving(read_events(run))
-    assert [event.step for event in events if isinstance(event, Step)] == list(range(1, FEWEST_STEPS + 1))
+    assert [event.step for event in events if isinstance(event, Step)] == list(range(1, MIN_STEPS + 1))
     assert all(event.mfu is not None and 0.0 < event.mfu <= 1.0 for event in events if isinstance(event, Step))
     assert len([event for event in events if isinstance(event, Evaluation)]) == 8
     began, resumed = (event.plan for event in events if isinstance(event, RunStarted))

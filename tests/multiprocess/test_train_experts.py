@@ -68,7 +68,11 @@ def test_experts_over_ranks_give_the_curve_of_one_process(tmp_path: Path) -> Non
     ("moe", "words", "told"),
     [
         ({"bias_update_rate": 0.1}, [], "moe.bias_update_rate: a mixtral model has no balance biases to move"),
-        ({}, ["--nproc", "3", "--layout", "ep=3", "--set", "training.global_batch_size=9"], "4 experts do not lie evenly over 3"),
+        (
+            {},
+            ["--nproc", "3", "--layout", "ep=3", "--set", "training.global_batch_size=9"],
+            "4 experts do not divide evenly over 3",
+        ),
     ],
 )
 def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], moe: dict[str, Any], words: list[str], told: str) -> None:

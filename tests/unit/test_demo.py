@@ -1,4 +1,4 @@
-"""The demo fits its time or is shortened in sight, and what `make demo` starts ends with it, however it ends."""
+"""The demo fits its time limit or reports that it is shortened; its processes end with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from recipes.demo import FEWEST_STEPS, RECIPE, Course, Pace, choose_course, describe_course
+from recipes.demo import MIN_STEPS, RECIPE, Pace, RunLength, choose_run_length, describe_run_length
 
 from shardwright.config import load_recipe
 
@@ -20,15 +20,15 @@ child.wait()
 
 CHILD = """
 import signal, sys
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # kept until it is waited for
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # stays pending until sigwait
 print("ready", flush=True)
 signal.sigwait({signal.SIGTERM})
 sys.exit("asked to stop")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of a parent's death")
-def test_a_child_is_asked_to_stop_when_its_parent_is_killed() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
+def test_child_receives_sigterm_when_its_parent_is_killed() -> None:
     program = PARENT.replace("CHILD", repr(CHILD))
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -37,7 +37,7 @@ def test_a_child_is_asked_to_stop_when_its_parent_is_killed() -> None:
         assert parent.stderr is not None
         assert parent.stdout.readline() == "ready\n"
         parent.send_signal(signal.SIGKILL)
-        # Both ends of the pipes close when the child, too, is gone.
+        # The pipes close once the child has exited too.
         assert parent.stdout.read() == ""
         assert parent.stderr.read() == "asked to stop\n"
 
@@ -45,36 +45,36 @@ def test_a_child_is_asked_to_stop_when_its_parent_is_killed() -> None:
 QUICK, SLOW, CRAWLING = (Pace(start=8.0, step=step, evaluation=2.0) for step in (0.2, 0.5, 45.0))
 
 
-def test_a_quick_machine_runs_the_recipe_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    course = choose_course(QUICK, 800, 250.0)
+def test_fast_machine_runs_the_recipe_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_length = choose_run_length(QUICK, 800, 250.0)
     monkeypatch.setenv("PYTHON_STDLIB", "unread")
-    assert load_recipe(RECIPE, course.settings()) == load_recipe(RECIPE)
-    assert course.stop_at == 250
-    told = describe_course(course, QUICK, 800)
-    assert "800 steps and all else about 3 min 28 s" in told
-    assert "shortened" not in told
+    assert load_recipe(RECIPE, run_length.settings()) == load_recipe(RECIPE)
+    assert run_length.stop_step == 250
+    text = describe_run_length(run_length, QUICK, 800)
+    assert "800 steps and everything else take about 3 min 28 s" in text
+    assert "shortened" not in text
 
 
-def test_a_slow_machine_shortens_the_demo_and_says_from_how_many_steps_to_how_many_and_why() -> None:
-    course = choose_course(SLOW, 800, 200.0)
-    assert FEWEST_STEPS < course.num_steps < 800
-    assert SLOW.demo_seconds(course.num_steps) <= 200.0 < SLOW.demo_seconds(course.num_steps + 16)
-    told = describe_course(course, SLOW, 800)
-    assert f"shortened from 800 to {course.num_steps} steps, because a step takes 0.50 s here" in told
-    assert "800 steps would take about 7 min 28 s" in told
+def test_slow_machine_shortens_the_demo_and_reports_why() -> None:
+    run_length = choose_run_length(SLOW, 800, 200.0)
+    assert MIN_STEPS < run_length.num_steps < 800
+    assert SLOW.predict_seconds(run_length.num_steps) <= 200.0 < SLOW.predict_seconds(run_length.num_steps + 16)
+    text = describe_run_length(run_length, SLOW, 800)
+    assert f"shortened from 800 to {run_length.num_steps} steps, because a step takes 0.50 s here" in text
+    assert "800 steps would take about 7 min 28 s" in text
 
 
-def test_a_demo_is_never_too_short_for_its_loss_to_fall_and_promises_no_five_minutes_then() -> None:
-    course = choose_course(CRAWLING, 800, 250.0)
-    assert course.num_steps == FEWEST_STEPS
-    assert f"{FEWEST_STEPS} steps and all else about 48 min 48 s" in describe_course(course, CRAWLING, 800)
-    assert choose_course(CRAWLING, 32, 250.0).num_steps == 32
+def test_very_slow_machine_runs_the_minimum_number_of_steps() -> None:
+    run_length = choose_run_length(CRAWLING, 800, 250.0)
+    assert run_length.num_steps == MIN_STEPS
+    assert f"{MIN_STEPS} steps and everything else take about 48 min 48 s" in describe_run_length(run_length, CRAWLING, 800)
+    assert choose_run_length(CRAWLING, 32, 250.0).num_steps == 32
 
 
 @pytest.mark.parametrize("num_steps", [32, 64, 176, 800])
 def test_intervals_scale_with_the_run(num_steps: int) -> None:
-    found = dict(setting.split("=") for setting in Course(num_steps).settings())
-    assert int(found["evaluation.every_steps"]) * 8 == num_steps
-    assert int(found["checkpoint.every_steps"]) * 4 == num_steps
-    assert int(found["checkpoint.every_steps"]) < Course(num_steps).stop_at < 2 * int(found["checkpoint.every_steps"])
-    assert 0 < int(found["training.warmup_steps"]) <= num_steps // 20
+    settings = dict(setting.split("=") for setting in RunLength(num_steps).settings())
+    assert int(settings["evaluation.every_steps"]) * 8 == num_steps
+    assert int(settings["checkpoint.every_steps"]) * 4 == num_steps
+    assert int(settings["checkpoint.every_steps"]) < RunLength(num_steps).stop_step < 2 * int(settings["checkpoint.every_steps"])
+    assert 0 < int(settings["training.warmup_steps"]) <= num_steps // 20

@@ -64,9 +64,9 @@ def model(**changes: Any) -> ModelShape:
     ("layout", "changes", "told"),
     [
         ({"tp": 5}, {}, r"layout\.tp: 12 heads do not divide by 5.*1, 2, 4, 12.*tp=4"),
-        ({"tp": 6}, {}, r"4 key-value heads neither divide by 6 nor lie evenly over 6 ranks.*1, 2, 4, 12.*tp=4"),
+        ({"tp": 6}, {}, r"4 key-value heads can neither be split evenly over 6 ranks nor be shared evenly.*1, 2, 4, 12.*tp=4"),
         ({"tp": 4}, {"intermediate_size": 98}, r"98 features of the feed-forward do not divide by 4.*1, 2\b.*tp=2"),
-        ({"tp": 12}, {"vocab_size": 11}, r"11 rows of the vocabulary leave a rank of 12 without any.*1, 2, 4\b"),
+        ({"tp": 12}, {"vocab_size": 11}, r"11 vocabulary rows leave one of 12 ranks without any.*1, 2, 4\b"),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ def test_any_two_give_the_third(micro: int, accumulation: int, ranks: int) -> No
         ),
         ({"micro_batch_size": 4, "global_batch_size": 10}, 1, "10 is not a multiple of micro 4 x 1 data ranks = 4"),
         ({"global_batch_size": 3}, 2, "3 is not a multiple of 2 data ranks"),
-        ({"gradient_accumulation_steps": 3}, 2, "say how many sequences"),
+        ({"gradient_accumulation_steps": 3}, 2, "number of sequences per step is not set"),
     ],
 )
 def test_contradictions_show_the_arithmetic(keys: dict[str, int], ranks: int, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Layouts: degrees, who sits where, and what each parameter's gradient owes to whom. No torch."""
+"""Layouts: degrees, ranks and process groups, pipeline stages, parameter descriptors. No torch."""
 
 from shardwright.layout.axes import BATCH_AXES, DATA_AXES, in_use
 from shardwright.layout.degrees import AXES, EXPERT_AXES, FSDP_AXES, CpMethod, Layout, resolve_layout

@@ -1,4 +1,7 @@
-"""Axes by what their ranks see and hold. What each parameter's role owes to them stands in `shardwright.placement`."""
+"""Mesh axes by the data that their ranks see.
+
+`shardwright.placement` states how each parameter's role uses them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 """Axes whose ranks see different tokens: gradients and losses are summed over them."""
 
 BATCH_AXES = ("dp_replicate", "dp_shard")
-"""Axes whose ranks see different sequences: supervised tokens are counted over them, every rank counting whole rows."""
+"""Axes whose ranks see different sequences: supervised tokens are counted over them, by whole
+rows."""
 
 
 def in_use(layout: Layout, *axes: str) -> tuple[str, ...]:
-    """Those of `axes` that have more than one rank."""
+    """Return those of `axes` that have more than one rank."""
     return tuple(axis for axis in axes if layout.degree(axis) > 1)

@@ -1,8 +1,9 @@
-"""Which places of a row each context rank has, and by which method the ranks attend to each other's. No torch.
+"""Split of a row over context ranks, and the choice of the attention method. No torch.
 
-A row of T tokens is cut into equal chunks. A causal query in the last chunk sees all of the row, one in the first nearly nothing;
-so for `ring` and `all_gather` a rank has one chunk from the front and its mirror from the back (zigzag), which makes the ranks'
-work equal. For `ulysses` every rank computes whole rows of some heads, and has one chunk of tokens.
+A row of T tokens is split into equal chunks. A causal query in the last chunk sees the whole
+row, one in the first sees almost nothing; so for `ring` and `all_gather` a rank has one chunk
+from the front and its mirror image from the back (zigzag), which balances the work. For
+`ulysses` every rank computes whole rows of some heads and has one chunk of tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from shardwright.layout.degrees import Layout
 ContextMethod = Literal["ring", "all_gather", "ulysses"]
 
 ULYSSES_RANKS = 8
-"""The most ranks of tp x cp, neighbours all, among which `auto` takes the all-to-all: what one node holds nearly everywhere."""
+"""Largest tp x cp (adjacent ranks) for which `auto` chooses the all-to-all: the size of most
+nodes."""
 
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """The method that a layout's `cp_method` comes to, and why in one line."""
+    """The method that a layout's `cp_method` resolves to, and the reason in one line."""
 
     method: ContextMethod
     reason: str
 
 
 def chunks_of(method: ContextMethod, degree: int) -> tuple[tuple[int, ...], ...]:
-    """The chunks of the row that each of `degree` ranks has, in its order.
+    """Return the chunks of the row that each of `degree` ranks has, in its order.
 
     >>> chunks_of("ring", 2), chunks_of("ulysses", 2)
     (((0, 3), (1, 2)), ((0,), (1,)))
@@ -40,41 +42,43 @@ def chunks_of(method: ContextMethod, degree: int) -> tuple[tuple[int, ...], ...]
 
 
 def num_chunks(method: ContextMethod, degree: int) -> int:
-    """Equal chunks that the row is cut into."""
+    """Return the number of equal chunks of a row."""
     return degree if method == "ulysses" else 2 * degree
 
 
 def choose_context_method(
     layout: Layout, *, num_heads: int, num_kv_heads: int, windows: tuple[int | None, ...], sequence_length: int
 ) -> ContextChoice:
-    """What `cp_method` comes to for a model; the same for planner and engine, since it asks for nothing but layout and shape.
+    """Resolve `cp_method` for a model, from its layout and shape alone.
 
     Args:
-        windows: of each layer, in tokens; None for a layer that sees everything.
+        windows: attention window of each layer, in tokens; None for a layer without one.
         sequence_length: tokens of a row.
     """
     if layout.cp_method != "auto":
-        return ContextChoice(layout.cp_method, "as asked for (layout.cp_method)")
-    cp, ranks = layout.cp, layout.tp * layout.cp
-    refusal = _refuse_heads(layout, num_heads, num_kv_heads)
-    if refusal is None and num_kv_heads >= ranks <= ULYSSES_RANKS:
-        return ContextChoice("ulysses", f"heads divide by {cp}, and the {ranks} ranks of tp x cp sit in one node")
-    why_not = f"{ranks} ranks of tp x cp may not sit in one node" if ranks > ULYSSES_RANKS else f"heads do not divide by {cp}"
+        return ContextChoice(layout.cp_method, "set by layout.cp_method")
+    cp = layout.cp
+    ranks = layout.tp * layout.cp
+    problem = _refuse_heads(layout, num_heads, num_kv_heads)
+    if problem is None and num_kv_heads >= ranks <= ULYSSES_RANKS:
+        return ContextChoice("ulysses", f"heads divide by {cp}, and the {ranks} ranks of tp x cp fit in one node")
+    why_not = f"{ranks} ranks of tp x cp may not fit in one node" if ranks > ULYSSES_RANKS else f"heads do not divide by {cp}"
     chunk = sequence_length // (2 * cp)
-    narrow = sum(window is not None and window <= chunk for window in windows)
-    if 2 * narrow > len(windows):
-        shown = f"most layers' windows are within a chunk of {chunk} tokens: a ring's passes would have no work to hide behind"
-        return ContextChoice("all_gather", f"{why_not}; {shown}")
-    return ContextChoice("ring", f"{why_not}; passes hide behind attention")
+    num_narrow = sum(window is not None and window <= chunk for window in windows)
+    if 2 * num_narrow > len(windows):
+        reason = f"most layers have windows of at most a chunk ({chunk} tokens), too little work to overlap a ring's transfers with"
+        return ContextChoice("all_gather", f"{why_not}; {reason}")
+    return ContextChoice("ring", f"{why_not}; transfers overlap with attention")
 
 
 def check_context(
     layout: Layout, *, num_heads: int, num_kv_heads: int, windows: tuple[int | None, ...], sequence_length: int
 ) -> ContextChoice:
-    """The method, after refusing what it cannot cut.
+    """Return the context method, after checking that it can split this model's heads and rows.
 
     Raises:
-        LayoutError: heads or tokens that do not divide, with the numbers and the nearest that works.
+        LayoutError: the degree does not divide heads or tokens; names the nearest value that
+            does.
     """
     choice = choose_context_method(
         layout, num_heads=num_heads, num_kv_heads=num_kv_heads, windows=windows, sequence_length=sequence_length
@@ -82,47 +86,51 @@ def check_context(
     if layout.cp == 1:
         return choice
     if choice.method == "ulysses":
-        refusal = _refuse_heads(layout, num_heads, num_kv_heads)
-        if refusal is not None:
+        problem = _refuse_heads(layout, num_heads, num_kv_heads)
+        if problem is not None:
             smaller = range(min(layout.cp - 1, num_heads // layout.tp), 0, -1)
             nearest = next(cp for cp in smaller if _refuse_heads(replace(layout, cp=cp), num_heads, num_kv_heads) is None)
             raise LayoutError(
-                refusal,
+                problem,
                 field="layout.cp",
                 got=layout.cp,
-                remedy=f"The nearest degree that works is {nearest}; cp_method ring and all_gather cut no heads",
+                remedy=f"The nearest degree that works is {nearest}; cp_method ring and all_gather do not split heads",
             )
     check_row(choice.method, layout, sequence_length)
     return choice
 
 
 def check_row(method: ContextMethod, layout: Layout, num_tokens: int) -> None:
-    """Refuse a row that does not come apart into equal chunks (of equal shares, under sequence parallelism).
+    """Check that a row splits into equal chunks (of equal shares, under sequence parallelism).
 
     Raises:
-        LayoutError: the numbers, and the nearest lengths that work.
+        LayoutError: it does not; names the nearest lengths that do.
     """
-    parts, shown = num_chunks(method, layout.cp), "cp" if method == "ulysses" else "2 x cp"
+    divisor = num_chunks(method, layout.cp)
+    divisor_text = "cp" if method == "ulysses" else "2 x cp"
     if layout.tp > 1 and layout.sequence_parallel:
-        parts, shown = lcm(parts, layout.cp * layout.tp), f"{shown}, and by cp x tp under sequence parallelism: by"
-    if num_tokens % parts == 0 and num_tokens > 0:
+        divisor = lcm(divisor, layout.cp * layout.tp)
+        divisor_text += ", and by cp x tp under sequence parallelism: by"
+    if num_tokens % divisor == 0 and num_tokens > 0:
         return
-    below, above = num_tokens // parts * parts, -(-max(num_tokens, 1) // parts) * parts
+    below = num_tokens // divisor * divisor
+    above = -(-max(num_tokens, 1) // divisor) * divisor
     raise LayoutError(
-        f"{method} cuts a row into equal chunks, and {num_tokens} tokens do not divide by {shown} = {parts}",
+        f"{method} splits a row into equal chunks, and {num_tokens} tokens do not divide by {divisor_text} = {divisor}",
         field="training.sequence_length",
         got=num_tokens,
-        allowed=f"a multiple of {parts}",
+        allowed=f"a multiple of {divisor}",
         remedy=f"The nearest that works is {below or above}" + (f" or {above}" if below else ""),
     )
 
 
 def _refuse_heads(layout: Layout, num_heads: int, num_kv_heads: int) -> str | None:
-    """Why the all-to-all cannot cut a tensor-parallel rank's heads; None where it can."""
-    held, held_kv = num_heads // layout.tp, max(1, num_kv_heads // layout.tp)
-    each = "" if layout.tp == 1 else f" (of each of {layout.tp} tensor-parallel ranks)"
-    if held % layout.cp:
-        return f"ulysses cuts heads, and {held} heads{each} do not divide by {layout.cp} context ranks"
-    if held_kv % layout.cp and layout.cp % held_kv:
-        return f"ulysses cannot share {held_kv} key-value heads{each} evenly among {layout.cp} context ranks"
+    """Return why the all-to-all cannot split the heads of a tensor-parallel rank, or None."""
+    num_local_heads = num_heads // layout.tp
+    num_local_kv_heads = max(1, num_kv_heads // layout.tp)
+    per_rank = "" if layout.tp == 1 else f" (on each of {layout.tp} tensor-parallel ranks)"
+    if num_local_heads % layout.cp:
+        return f"ulysses splits heads, and {num_local_heads} heads{per_rank} do not divide by {layout.cp} context ranks"
+    if num_local_kv_heads % layout.cp and layout.cp % num_local_kv_heads:
+        return f"ulysses cannot distribute {num_local_kv_heads} key-value heads{per_rank} evenly over {layout.cp} context ranks"
     return None

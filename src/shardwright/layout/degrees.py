@@ -1,7 +1,8 @@
 """Degrees of parallelism and the rules by which they fit a number of ranks.
 
-world_size = pp x dp_replicate x dp_shard x cp x tp; `ep` borrows ranks of dp_shard x cp. `zero_stage` says what is sharded
-over dp_shard x cp: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 parameters too (FSDP).
+world_size = pp x dp_replicate x dp_shard x cp x tp; `ep` uses ranks of dp_shard x cp.
+`zero_stage` states what is sharded over dp_shard x cp: 0 nothing (DDP), 1 optimizer states, 2
+also gradients, 3 also parameters (FSDP).
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes, outermost first: neighbours in tp are neighbours in rank, so the chattiest group sits on the fastest links."""
+"""Mesh axes, outermost first: adjacent ranks differ in tp, so the group that communicates most
+uses the fastest links."""
 
 FSDP_AXES = ("dp_shard", "cp")
-"""Axes that ZeRO shards over, as one: `fsdp`, dp_shard major."""
+"""Axes over which ZeRO shards, flattened into `fsdp` with dp_shard as the major one."""
 
 EXPERT_AXES = ("efsdp", "ep")
-"""How experts cut the ranks of `fsdp`: neighbours hold different experts, and ZeRO shards each expert over `efsdp`."""
+"""Axes into which experts split `fsdp`: adjacent ranks hold different experts, and ZeRO shards
+each expert over `efsdp`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout in which every degree is known.
+    """A layout with every degree resolved.
 
-    >>> str(Layout(dp_shard=2, zero_stage=3)), Layout(dp_replicate=2, dp_shard=2, zero_stage=3).world_size
-    ('dp_shard=2,zero_stage=3', 4)
+    >>> str(Layout(dp_shard=2, zero_stage=3))
+    'dp_shard=2,zero_stage=3'
+    >>> Layout(dp_replicate=2, dp_shard=2, zero_stage=3).world_size
+    4
     """
 
     dp_replicate: int = 1
@@ -51,62 +56,62 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the layout takes."""
+        """Number of ranks of the layout."""
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks over which ZeRO shards what is not an expert."""
+        """Number of ranks over which ZeRO shards parameters other than experts."""
         return self.dp_shard * self.cp
 
     @property
     def efsdp(self) -> int:
-        """Ranks over which ZeRO shards one expert."""
+        """Number of ranks over which ZeRO shards one expert."""
         return self.fsdp // self.ep
 
     def degree(self, axis: str) -> int:
-        """Size of an axis: one of `AXES`, `fsdp`, `efsdp` or `ep`."""
+        """Return the size of an axis: one of `AXES`, `fsdp`, `efsdp` or `ep`."""
         return int(getattr(self, axis))
 
     def __str__(self) -> str:
-        """As `--layout` takes it; what equals the default is left out, `zero_stage` never is."""
-        shown = [f for f in fields(self) if f.name == "zero_stage" or getattr(self, f.name) != f.default]
-        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in shown)
+        """Return the form that `--layout` takes, without defaults but always with `zero_stage`."""
+        shown_fields = [f for f in fields(self) if f.name == "zero_stage" or getattr(self, f.name) != f.default]
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in shown_fields)
 
 
 def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
     """Fill in the degrees that were left out.
 
     Args:
-        section: what the recipe or `--layout` says.
-        world_size: number of ranks that will run.
+        section: the recipe's `layout` section, with `--layout` applied.
+        world_size: number of ranks of the run.
 
     Raises:
-        LayoutError: shows the product that does not come out.
+        LayoutError: the degrees do not multiply to `world_size`; shows the arithmetic.
 
     >>> str(resolve_layout(LayoutSection(zero_stage=0), 4))
     'dp_replicate=4,zero_stage=0'
     """
     if section.auto:
         raise LayoutError(
-            "`auto` is not chosen yet",
+            "layout `auto` must be resolved first",
             field="layout",
             got="auto",
-            remedy="Name the degrees (--layout), or ask `shardwright plan` for them; `train` chooses for its own devices",
+            remedy="Set the degrees (--layout), or let `shardwright plan` choose them; `train` chooses for its own devices",
         )
     if world_size < 1:
-        raise LayoutError("at least one rank is needed", field="nproc", got=world_size)
+        raise LayoutError("at least one rank is required", field="nproc", got=world_size)
     model_degree = section.tp * section.pp * section.cp
     if world_size % model_degree:
         raise LayoutError(
             f"tp x pp x cp = {section.tp} x {section.pp} x {section.cp} = {model_degree} does not divide {world_size} ranks",
             field="layout",
-            remedy=f"Start a multiple of {model_degree} ranks, or lower a degree",
+            remedy=f"Start a multiple of {model_degree} ranks, or lower tp, pp or cp",
         )
     replicate, shard = _data_degrees(section, world_size, model_degree)
     stage = section.zero_stage
@@ -140,13 +145,14 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
 
 
 def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) -> tuple[int, int]:
-    """dp_replicate and dp_shard: what tp x pp x cp (`model_degree`) leaves of the ranks, shared between them.
+    """Return dp_replicate and dp_shard, which divide the ranks left by tp x pp x cp.
 
     Raises:
-        LayoutError: the product does not come out, or zero_stage 0 is asked to shard.
+        LayoutError: the product does not match, or zero_stage 0 is combined with dp_shard.
     """
     remaining = world_size // model_degree
-    replicate, shard = section.dp_replicate, section.dp_shard
+    replicate = section.dp_replicate
+    shard = section.dp_shard
     if section.zero_stage == 0:
         if (shard or 1) > 1:
             raise LayoutError(
@@ -158,7 +164,7 @@ def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) ->
             )
         shard = 1
     if replicate is None and shard is None:
-        replicate = 1  # zero_stage >= 1 or unsaid: sharding takes the ranks
+        replicate = 1  # with zero_stage >= 1 or unset, dp_shard takes all ranks
     if replicate is None:
         assert shard is not None
         replicate = _share(remaining, shard, "dp_replicate", "dp_shard", world_size, model_degree)
@@ -167,16 +173,17 @@ def _data_degrees(section: LayoutSection, world_size: int, model_degree: int) ->
     assert shard is not None
     if replicate * shard != remaining:
         raise LayoutError(
-            f"dp_replicate x dp_shard x tp x pp x cp = {replicate} x {shard} x {section.tp} x {section.pp} x {section.cp} "
-            f"= {replicate * shard * model_degree}, but {world_size} ranks run",
+            f"dp_replicate x dp_shard x tp x pp x cp = {replicate} x {shard} x "
+            f"{section.tp} x {section.pp} x {section.cp} "
+            f"= {replicate * shard * model_degree}, but there are {world_size} ranks",
             field="layout",
-            remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or leave one data degree out: it takes the rest",
+            remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or omit one data degree: it takes the rest",
         )
     return replicate, shard
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` that is nearest to `wanted`; of two the smaller.
+    """Return the divisor of `number` that is nearest to `wanted`, the smaller one of two.
 
     >>> _nearest_divisor(8, 3), _nearest_divisor(2, 3)
     (2, 2)

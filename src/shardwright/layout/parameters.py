@@ -1,4 +1,4 @@
-"""One descriptor per parameter. Reduction, clip, checkpoint and hash read it; nothing else decides."""
+"""Parameter descriptors: the only source for reduction, clipping, checkpoints and hashes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Section:
-    """Part of a dimension that is cut by itself: `length` indices from `start` on, in `pieces` pieces.
+    """Part of a dimension that is sharded separately.
 
-    A fused projection has several sections: each rank holds its piece of every one, side by side. With fewer pieces than ranks,
-    neighbours hold the same piece: key-value heads of which there are fewer than tensor-parallel ranks.
+    It has `length` indices from `start` on, in `pieces` pieces.
+
+    A fused projection has several sections: each rank holds its piece of every one, side by
+    side. With fewer pieces than ranks, adjacent ranks hold the same piece: the case of fewer
+    key-value heads than tensor-parallel ranks.
     """
 
     start: int
@@ -26,9 +29,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Shard:
-    """Dimension `dim` is cut over mesh axis `axis`: section by section, or evenly where none are named.
+    """Sharding of dimension `dim` over mesh axis `axis`, by sections or, without any, evenly.
 
-    Pieces are torch.chunk's: all of the size ceil(n / pieces) but the last ones, which may be shorter or empty.
+    Pieces are those of torch.chunk: all have size ceil(n / pieces) except the last ones, which
+    may be shorter or empty.
     """
 
     axis: str
@@ -38,12 +42,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter lies over the ranks.
+    """Distribution of one parameter over the ranks.
 
-    `shards` apply in order: a later one cuts what the earlier ones left, so ZeRO's comes last. `copy_axes` hold equal values (count
-    once in a norm, write once in a checkpoint). The gradient is the sum over `sum_axes` (and over neighbours that hold the same
-    piece of a section), divided by nothing: the loss already carries the one normaliser. `stages` are the positions on axis pp that
-    hold it; several share a tied embedding, whose gradient is then summed over them.
+    `shards` apply in order, each to what the earlier ones left, so ZeRO's comes last. Ranks
+    along `copy_axes` hold equal values (counted once in a norm, written once in a checkpoint).
+    The gradient is the sum over `sum_axes` (and over adjacent ranks that hold the same piece of
+    a section), without division: the loss already contains the one normaliser. `stages` are the
+    positions on axis pp that hold the parameter; several hold a tied embedding, whose gradient
+    is then summed over them.
     """
 
     name: str
@@ -55,7 +61,7 @@ class ParameterLayout:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """Axes over which it is cut."""
+        """Axes over which the parameter is sharded."""
         return tuple(shard.axis for shard in self.shards)
 
 
@@ -63,62 +69,66 @@ class ParameterLayout:
 class Held:
     """One box of a parameter that a rank holds.
 
-    `copies` neighbours hold the same box because a section has fewer pieces than ranks; `first` says that this rank is the first of
-    them: a norm counts it there.
+    `copies` adjacent ranks hold the same box if a section has fewer pieces than ranks; `first`
+    is True on the first of them, where a norm counts the box.
     """
 
     local: Bounds
-    """Where it lies in the rank's own tensor."""
+    """Bounds in the rank's own tensor."""
     whole: Bounds
-    """Where it lies in the parameter."""
+    """Bounds in the whole parameter."""
     copies: int = 1
     first: bool = True
 
 
 def held(parameter: ParameterLayout, layout: Layout, coordinates: Mapping[str, int], *, zero: bool = True) -> tuple[Held, ...]:
-    """The boxes that the rank at `coordinates` holds; none where its pipeline stages do not have the parameter.
+    """Compute the boxes of a parameter that the rank at `coordinates` holds.
+
+    There are none if its pipeline stages do not have the parameter.
 
     Args:
-        coordinates: as `RankGrid.coordinates` gives them.
-        zero: False leaves ZeRO's cuts out: the tensor that a forward pass works with.
+        coordinates: from `RankGrid.coordinates`.
+        zero: False ignores ZeRO's sharding: the tensor of the forward pass.
 
-    >>> qkv = ParameterLayout("qkv", (8, 2), (Shard("tp", 0, (Section(0, 4, 2), Section(4, 2, 1), Section(6, 2, 1))),))
-    >>> [(box.whole[0], box.copies, box.first) for box in held(qkv, Layout(tp=2), {"pp": 0, "tp": 1})]
+    >>> sections = (Section(0, 4, 2), Section(4, 2, 1), Section(6, 2, 1))
+    >>> qkv = ParameterLayout("qkv", (8, 2), (Shard("tp", 0, sections),))
+    >>> boxes = held(qkv, Layout(tp=2), {"pp": 0, "tp": 1})
+    >>> [(box.whole[0], box.copies, box.first) for box in boxes]
     [((2, 2), 1, True), ((4, 2), 2, False), ((6, 2), 2, False)]
     """
     if coordinates["pp"] not in parameter.stages:
         return ()
-    everything = tuple((0, size) for size in parameter.shape)
-    boxes: tuple[Held, ...] = (Held(everything, everything),)
+    bounds = tuple((0, size) for size in parameter.shape)
+    boxes: tuple[Held, ...] = (Held(bounds, bounds),)
     lengths = list(parameter.shape)
     for shard in parameter.shards:
         if not zero and shard.axis in ZERO_AXES:
             continue
-        kept = _kept(shard, lengths[shard.dim], layout.degree(shard.axis), coordinates[shard.axis])
-        boxes = tuple(part for box in boxes for part in _cut(box, shard.dim, kept))
-        lengths[shard.dim] = sum(piece.length for piece in kept)
+        pieces = _kept(shard, lengths[shard.dim], layout.degree(shard.axis), coordinates[shard.axis])
+        boxes = tuple(part for box in boxes for part in _cut(box, shard.dim, pieces))
+        lengths[shard.dim] = sum(piece.length for piece in pieces)
     return boxes
 
 
 ZERO_AXES = ("fsdp", "efsdp")
-"""Axes over which ZeRO cuts."""
+"""Axes over which ZeRO shards."""
 
 
 def local_shape(
     parameter: ParameterLayout, layout: Layout, coordinates: Mapping[str, int], *, zero: bool = True
 ) -> tuple[int, ...]:
-    """Shape of the tensor that the rank at `coordinates` holds."""
+    """Compute the shape of the tensor that the rank at `coordinates` holds."""
     lengths = list(parameter.shape)
     for shard in parameter.shards:
         if zero or shard.axis not in ZERO_AXES:
-            kept = _kept(shard, lengths[shard.dim], layout.degree(shard.axis), coordinates[shard.axis])
-            lengths[shard.dim] = sum(piece.length for piece in kept)
+            pieces = _kept(shard, lengths[shard.dim], layout.degree(shard.axis), coordinates[shard.axis])
+            lengths[shard.dim] = sum(piece.length for piece in pieces)
     return tuple(lengths)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a rank keeps of one section, in indices of the tensor as it was before this cut."""
+    """A rank's piece of one section, in indices of the tensor before this sharding."""
 
     start: int
     length: int
@@ -138,23 +148,26 @@ def _kept(shard: Shard, size: int, degree: int, position: int) -> list[_Piece]:
 
 
 def _cut(box: Held, dim: int, kept: list[_Piece]) -> list[Held]:
-    """What is left of a box when only some runs of indices along `dim` stay, and move together."""
+    """Intersect a box with runs of indices along `dim`, which become contiguous."""
     start, length = box.local[dim]
-    parts, before = [], 0
+    parts = []
+    offset = 0
     for piece in kept:
-        first, last = max(start, piece.start), min(start + length, piece.start + piece.length)
+        first = max(start, piece.start)
+        last = min(start + length, piece.start + piece.length)
         if first < last or (first == last and length == 0):
-            local, whole = list(box.local), list(box.whole)
-            local[dim] = (before + first - piece.start, last - first)
-            whole[dim] = (box.whole[dim][0] + first - start, last - first)
+            local_bounds = list(box.local)
+            global_bounds = list(box.whole)
+            local_bounds[dim] = (offset + first - piece.start, last - first)
+            global_bounds[dim] = (box.whole[dim][0] + first - start, last - first)
             parts.append(
                 replace(
                     box,
-                    local=tuple(local),
-                    whole=tuple(whole),
+                    local=tuple(local_bounds),
+                    whole=tuple(global_bounds),
                     copies=box.copies * piece.copies,
                     first=box.first and piece.first,
                 )
             )
-        before += piece.length
+        offset += piece.length
     return parts

@@ -1,4 +1,4 @@
-"""Which rank sits where, and who talks with whom: one row-major grid that every process group is read off."""
+"""Grid of ranks: coordinates of each rank, and all process groups of a layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 from shardwright.layout.degrees import AXES, EXPERT_AXES, FSDP_AXES, Layout
 
 _EXPERT_GRID = ("pp", "dp_replicate", *EXPERT_AXES, "tp")
-"""The same ranks in the same order as `AXES`, with the ranks of fsdp cut in the experts' way."""
+"""The same ranks in the same order as `AXES`, with `fsdp` split into the experts' axes."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,10 @@ class RankGrid:
     """Ranks of a layout as a row-major grid over `AXES` (tp varies fastest).
 
     >>> grid = RankGrid(Layout(dp_replicate=2, dp_shard=2, zero_stage=3))
-    >>> grid.coordinates(3)["dp_shard"], grid.groups(["dp_shard"]), grid.group_of(1, ["dp_replicate"])
-    (1, [(0, 1), (2, 3)], (1, 3))
+    >>> grid.coordinates(3)["dp_shard"], grid.group_of(1, ["dp_replicate"])
+    (1, (1, 3))
+    >>> grid.groups(["dp_shard"])
+    [(0, 1), (2, 3)]
     """
 
     layout: Layout
@@ -29,25 +31,32 @@ class RankGrid:
         return tuple(self.layout.degree(axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a rank on each axis: `AXES`, `fsdp`, and the experts' `efsdp` and `ep`."""
+        """Return a rank's position on each axis: `AXES`, `fsdp`, `efsdp` and `ep`."""
         if not 0 <= rank < self.layout.world_size:
             raise IndexError(f"rank {rank} of {self.layout.world_size}")
-        here = self._position(rank, AXES)
-        return here | {"fsdp": here["dp_shard"] * self.layout.cp + here["cp"]} | self._position(rank, _EXPERT_GRID)
+        coordinates = self._position(rank, AXES)
+        return (
+            coordinates
+            | {"fsdp": coordinates["dp_shard"] * self.layout.cp + coordinates["cp"]}
+            | self._position(rank, _EXPERT_GRID)
+        )
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Rank at a position on `AXES`."""
+        """Return the rank at a position on `AXES`."""
         return self._rank(coordinates, AXES)
 
     def group_of(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """Ranks that differ from `rank` on `axes` only, itself included, ascending. Axes as in `coordinates`."""
+        """Return the ranks that differ from `rank` on `axes` only, itself included, ascending.
+
+        The axes are those of `coordinates`.
+        """
         axes, grid = self._grid_of(axes)
-        here = self._position(rank, grid)
+        coordinates = self._position(rank, grid)
         positions = product(*(range(self.layout.degree(axis)) for axis in axes))
-        return tuple(sorted(self._rank(here | dict(zip(axes, position, strict=True)), grid) for position in positions))
+        return tuple(sorted(self._rank(coordinates | dict(zip(axes, position, strict=True)), grid) for position in positions))
 
     def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
-        """All groups over `axes`, ascending; together they hold every rank once."""
+        """List all groups over `axes`, ascending; together they have every rank once."""
         axes, grid = self._grid_of(axes)
         others = tuple(axis for axis in grid if axis not in axes)
         origin = dict.fromkeys(grid, 0)
@@ -57,7 +66,10 @@ class RankGrid:
         )
 
     def parts(self, axis: str, size: int) -> list[tuple[int, ...]]:
-        """Groups over one axis cut into runs of `size` neighbours: who shares a key-value head when there are fewer than ranks."""
+        """Split the groups over one axis into runs of `size` adjacent ranks.
+
+        With fewer key-value heads than ranks, such a run shares one head.
+        """
         groups = self.groups([axis])
         return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
 
@@ -74,13 +86,13 @@ class RankGrid:
         return rank
 
     def _grid_of(self, axes: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes, `fsdp` spelled out, and the way of cutting the ranks in which each of them is an axis."""
+        """Resolve `fsdp` in `axes`; return them and the grid in which each of them is an axis."""
         axes = tuple(axes)
         if not set(axes) & set(EXPERT_AXES):
             return tuple(part for axis in axes for part in (FSDP_AXES if axis == "fsdp" else (axis,))), AXES
         return tuple(part for axis in axes for part in (EXPERT_AXES if axis == "fsdp" else (axis,))), _EXPERT_GRID
 
     def data_rank(self, rank: int) -> int:
-        """Which slice of the global batch the rank reads: its index over dp_replicate x dp_shard."""
-        here = self.coordinates(rank)
-        return here["dp_replicate"] * self.layout.dp_shard + here["dp_shard"]
+        """Return the rank's index over dp_replicate x dp_shard: its slice of the global batch."""
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.layout.dp_shard + coordinates["dp_shard"]

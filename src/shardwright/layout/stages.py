@@ -1,4 +1,4 @@
-"""Which part of a decoder a pipeline stage holds, and how its layers are dealt to the stages."""
+"""Pipeline stages: partition of a decoder's layers into runs of balanced cost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from shardwright.errors import LayoutError
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks `first_layer` to `last_layer` (not included), with the embedding before or the final norm and head after them.
+    """Blocks `first_layer` to `last_layer` (exclusive), perhaps with the embedding or the head.
 
-    `index` counts stages in the order in which tokens pass them; `rank` is the position on axis pp that holds it.
+    A stage with `embedding` starts with the embedding; one with `head` ends with the final norm
+    and the head. `index` counts stages in the order in which tokens pass them; `rank` is the
+    position on axis pp that holds the stage.
     """
 
     index: int
@@ -26,19 +28,21 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """Numbers of its blocks in the whole model."""
+        """Indices of the stage's blocks in the whole model."""
         return range(self.first_layer, self.last_layer)
 
 
 def cut_stages(
     layer_costs: Sequence[float], rank_of_stage: Sequence[int], *, embedding_cost: float = 0.0, head_cost: float = 0.0
 ) -> tuple[Stage, ...]:
-    """Layers in runs, one at least for each stage, so that the costliest stage costs least; then the sum of squares least.
+    """Partition layers into runs, at least one layer each, that minimise the costliest stage.
 
-    Where runs are equally good the early stages get fewer layers: their activations wait longest for the backward pass.
+    Among those, the sum of squares is minimal. Among equally good ones the early stages get
+    fewer layers: their activations wait longest for the backward pass.
 
     Args:
-        layer_costs: time of each layer, in any unit; the ends' costs in the same.
+        layer_costs: time of each layer, in any unit, also that of the embedding's and the
+            head's.
         rank_of_stage: from the schedule.
 
     >>> [(s.first_layer, s.last_layer) for s in cut_stages([1.0] * 7, (0, 1, 2), head_cost=1.5)]
@@ -47,32 +51,39 @@ def cut_stages(
     Raises:
         LayoutError: fewer layers than stages.
     """
-    num_layers, num_stages = len(layer_costs), len(rank_of_stage)
+    num_layers = len(layer_costs)
+    num_stages = len(rank_of_stage)
     if num_layers < num_stages:
         num_ranks = max(rank_of_stage) + 1
         per_rank = num_stages // num_ranks
-        most = num_layers // per_rank
+        max_ranks = num_layers // per_rank
         raise LayoutError(
             f"{num_layers} layers do not fill {num_stages} pipeline stages ({num_ranks} ranks x {per_rank} each)",
             field="layout.pp",
             got=num_ranks,
-            allowed=f"at most {most}" if most else "1",
-            remedy=f"The nearest that works is pp={most}" if most > 1 else "Use a schedule with one stage a rank, or pp=1",
+            allowed=f"at most {max_ranks}" if max_ranks else "1",
+            remedy=f"The nearest that works is pp={max_ranks}"
+            if max_ranks > 1
+            else "Use a schedule with one stage per rank, or pp=1",
         )
-    borders = _borders(tuple(layer_costs), num_stages, embedding_cost, head_cost)
+    boundaries = _borders(tuple(layer_costs), num_stages, embedding_cost, head_cost)
     return tuple(
         Stage(index, rank, first, last, index == 0, index == num_stages - 1)
-        for index, (rank, (first, last)) in enumerate(zip(rank_of_stage, pairwise(borders), strict=True))
+        for index, (rank, (first, last)) in enumerate(zip(rank_of_stage, pairwise(boundaries), strict=True))
     )
 
 
 @lru_cache(maxsize=512)
 def _borders(layer_costs: tuple[float, ...], num_stages: int, embedding_cost: float, head_cost: float) -> tuple[int, ...]:
-    """Where each stage begins, and the number of layers. Kept: schedules that differ in their order alone ask the same."""
+    """Return the first layer of each stage and the number of layers.
+
+    Cached, because schedules that differ only in their order ask for the same partition.
+    """
     num_layers = len(layer_costs)
-    before = list(accumulate(layer_costs, initial=0.0))
+    costs_before = list(accumulate(layer_costs, initial=0.0))
     cap = _least_cap(layer_costs, num_stages, embedding_cost, head_cost)
-    # least[n] is the least sum of squares of stages s, s + 1, ... over the layers from n on; filled from the last stage back.
+    # least[n] is the least sum of squares of stages s, s + 1, ... over the layers from n on;
+    # filled from the last stage backwards.
     least = [float("inf")] * num_layers + [0.0]
     choices: list[list[int]] = []
     for stage in reversed(range(num_stages)):
@@ -81,45 +92,56 @@ def _borders(layer_costs: tuple[float, ...], num_stages: int, embedding_cost: fl
         choice = [0] * (num_layers + 1)
         last_end = num_layers - (num_stages - stage - 1) + 1
         for first in range(stage, num_layers - (num_stages - stage) + 1):
-            spent, best, chosen = before[first] - ends, float("inf"), 0
+            cost_before = costs_before[first] - ends
+            best = float("inf")
+            best_last = 0
             for last in range(first + 1, last_end):
-                taken = before[last] - spent
-                if taken > cap:
+                stage_cost = costs_before[last] - cost_before
+                if stage_cost > cap:
                     break
-                total = taken * taken + least[last]
+                total = stage_cost * stage_cost + least[last]
                 if total < best * (1 - 1e-12):
-                    best, chosen = total, last
-            better[first], choice[first] = best, chosen
+                    best = total
+                    best_last = last
+            better[first] = best
+            choice[first] = best_last
         least = better
         choices.append(choice)
-    borders = [0]
+    boundaries = [0]
     for choice in reversed(choices):
-        borders.append(choice[borders[-1]])
-    return tuple(borders)
+        boundaries.append(choice[boundaries[-1]])
+    return tuple(boundaries)
 
 
 def _least_cap(layer_costs: Sequence[float], num_stages: int, embedding_cost: float, head_cost: float) -> float:
-    """What the costliest stage must cost at least, a hair above: by bisection, filling stages up to a cap from the first on."""
+    """Find the least possible cost of the costliest stage, plus a small margin.
+
+    Bisection over a cap up to which stages are filled from the first on.
+    """
     ends = embedding_cost + head_cost
-    low, high = max(layer_costs, default=0.0), sum(layer_costs) + ends
+    low = max(layer_costs, default=0.0)
+    high = sum(layer_costs) + ends
 
     def fits(cap: float) -> bool:
-        stage, filled, left = 0, embedding_cost, len(layer_costs)
-        taken = 0
+        stage = 0
+        filled = embedding_cost
+        num_left = len(layer_costs)
+        num_placed = 0
         for cost in layer_costs:
-            # A stage takes one layer at least, and leaves one for each stage after it.
-            full = taken and (filled + cost > cap or left < num_stages - stage)
-            if full:
-                stage, filled, taken = stage + 1, 0.0, 0
+            # A stage takes at least one layer, and leaves one for each stage after it.
+            is_full = num_placed and (filled + cost > cap or num_left < num_stages - stage)
+            if is_full:
+                stage, filled, num_placed = stage + 1, 0.0, 0
             if stage == num_stages:
                 return False
             filled += cost
             if filled > cap:
                 return False
-            taken, left = taken + 1, left - 1
+            num_placed, num_left = num_placed + 1, num_left - 1
         return stage == num_stages - 1 and filled + head_cost <= cap
 
-    # The last stage must stay light enough for the head, which filling from the front does: it gets what is left.
+    # The last stage must leave capacity for the head. Filling from the front ensures it: the
+    # last stage gets the rest.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)

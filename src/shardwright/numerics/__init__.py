@@ -1,4 +1,4 @@
-"""What decides the bits: loss, precision, recompute, norm and clip, and the ceiling that speed is held against."""
+"""Numerical core: loss, precision, recomputation, gradient norm and clipping, matmul ceiling."""
 
 from shardwright.numerics.ceiling import measure_matmul_flops_per_second
 from shardwright.numerics.clip import agree_on_norm, clip_, clip_coefficient, global_norm, scale_

@@ -1,4 +1,4 @@
-"""The rate of matrix products that this device reaches, which MFU is a share of."""
+"""Measured rate of matrix products on this device, the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from functools import cache
 import torch
 
 Product = tuple[int, int, int]
-"""(tokens, outputs, inputs) of a linear layer: 2 x their product FLOPs forward and for each gradient."""
+"""(tokens, outputs, inputs) of a linear layer.
+
+Forward and each gradient take 2 x their product FLOPs.
+"""
 
 Work = Callable[[], torch.Tensor]
 
 BUDGET_SECONDS = 0.4
 _SLOWEST_SHARE = 0.25
-"""Kinds of product (forward, the input's gradient, the weight's) that reach less of the best so far are
-not tried again."""
+"""Kinds of product (forward, the input's gradient, the weight's) below this share of the best
+rate so far are not measured again."""
 _FEWEST_TOKENS = 16
 _MOST_ELEMENTS = 2**28
-"""Of a product's largest matrix."""
+"""Largest number of elements of a product's matrices."""
 
 
 @cache
@@ -31,14 +34,16 @@ def measure_matmul_flops_per_second(
 ) -> float:
     """Measure the best FLOP/s over square products and those of a model, forward and backward.
 
-    This is the practical ceiling: what the vendor prints is not reached by any program. Where a dtype is
-    emulated the three products of one layer differ by a factor of 30, so each is measured.
+    This is the practical ceiling: no program reaches the rate that the vendor publishes. Where
+    a dtype is emulated the three products of one layer differ by a factor of 30, so each is
+    measured.
 
-    Takes about `BUDGET_SECONDS`, however slow the device is: the smallest product comes first, and larger
-    ones have fewer tokens where they would take too long. Kept for the life of the process.
+    Takes about `BUDGET_SECONDS`, however slow the device is: the smallest product comes first,
+    and larger ones use fewer tokens where they would take too long. Cached for the life of the
+    process.
 
     Args:
-        products: of the model's layers, with the tokens of a micro-batch.
+        products: those of the model's layers, with the tokens of a micro-batch.
     """
     deadline = time.perf_counter() + BUDGET_SECONDS
     squares = (2048, 4096, 8192) if device.type == "cuda" else (128, 256, 512, 1024)
@@ -49,18 +54,18 @@ def measure_matmul_flops_per_second(
     for index, product in enumerate(others):
         seconds = (deadline - time.perf_counter()) / (len(others) - index) / len(latest)
         kinds = [kind for kind, rate in enumerate(fastest) if rate >= _SLOWEST_SHARE * max(fastest)]
-        fitting = _fit(product, seconds * min(latest[kind] for kind in kinds))
-        if fitting is None:
+        reduced = _fit(product, seconds * min(latest[kind] for kind in kinds))
+        if reduced is None:
             continue
-        runs = _layer_products(fitting, device, dtype)
+        runs = _layer_products(reduced, device, dtype)
         for kind in kinds:
-            latest[kind] = _measure_rate(runs[kind], fitting, seconds, device)
+            latest[kind] = _measure_rate(runs[kind], reduced, seconds, device)
             fastest[kind] = max(fastest[kind], latest[kind])
     return max(fastest)
 
 
 def _fit(product: Product, num_flops: float) -> Product | None:
-    """Lower the tokens until two runs take `num_flops` and fit into memory; None if hardly any are left."""
+    """Lower the tokens until two runs take `num_flops` and fit into memory; None if too few."""
     tokens, outputs, inputs = product
     affordable = int(num_flops / 2 / (2 * outputs * inputs))
     tokens = min(tokens, affordable, _MOST_ELEMENTS // max(outputs, inputs))
@@ -70,7 +75,7 @@ def _fit(product: Product, num_flops: float) -> Product | None:
 
 
 def _layer_products(product: Product, device: torch.device, dtype: torch.dtype) -> tuple[Work, ...]:
-    """Prepare forward, the input's gradient and the weight's, with operands laid out as in training."""
+    """Build the three products of a linear layer, with operands laid out as in training."""
     tokens, outputs, inputs = product
     x = torch.randn(tokens, inputs, device=device).to(dtype)
     gradient = torch.randn(tokens, outputs, device=device).to(dtype)
@@ -79,15 +84,19 @@ def _layer_products(product: Product, device: torch.device, dtype: torch.dtype) 
 
 
 def _measure_rate(run: Work, product: Product, budget_seconds: float, device: torch.device) -> float:
-    """Measure the FLOP/s of the fastest run within the budget: of two at least, unless one exceeds it."""
-    started, best = time.perf_counter(), math.inf
+    """Measure the FLOP/s of the fastest run within the budget.
+
+    At least two runs, unless one exceeds the budget.
+    """
+    started = time.perf_counter()
+    best = math.inf
     num_runs = 0
     while num_runs < 2 or time.perf_counter() - started < budget_seconds:
-        began = time.perf_counter()
+        run_start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - run_start)
         num_runs += 1
         if 0.0 < budget_seconds < best:
             break

@@ -1,6 +1,7 @@
-"""Token cross-entropy straight from hidden states, without ever holding the logits of more than one chunk of tokens.
+"""Chunked cross-entropy from hidden states; holds the logits of at most one chunk of tokens.
 
-Shapes: N tokens, S supervised tokens (S <= N), C tokens of one chunk, D hidden, V vocabulary (of this rank, where it is cut).
+Shapes: N tokens, S supervised tokens (S <= N), C tokens of one chunk, D hidden, V vocabulary
+(this rank's rows, if it is sharded).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from shardwright.numerics.vocabulary import VocabularyShard
 
 IGNORED = -100
-"""Label of a token that is not supervised; the value that `torch.nn.functional.cross_entropy` ignores."""
+"""Label of unsupervised tokens; the one that `torch.nn.functional.cross_entropy` ignores."""
 
 
 def chunked_cross_entropy(
@@ -31,35 +32,45 @@ def chunked_cross_entropy(
     vocabulary: VocabularyShard | None = None,
     weights_N: Tensor | None = None,
 ) -> Tensor:
-    """Summed cross-entropy of the supervised tokens, in nats: a scalar in fp32 (fp64 for fp64 hidden states).
+    """Sum the cross-entropy of the supervised tokens, in nats.
 
-    logits = (hidden @ weight.T + bias) * logit_scale, then soft_cap * tanh(logits / soft_cap) when a cap is given. So Granite,
-    which divides by `logits_scaling`, passes `logit_scale=1 / logits_scaling`, and Gemma 2 passes `final_logit_softcapping`.
+    The result is an fp32 scalar (fp64 for fp64 hidden states).
 
-    The forward pass takes `chunk_tokens` supervised tokens at a time: logits, loss, and at once their gradient with respect to
-    hidden states and weight, so that nothing is recomputed and at most C x V logits exist. Tokens labelled -100 are dropped
-    before the first product and cost nothing. Matrix products run in the dtype of the hidden states; softmax and loss in fp32 or
-    wider; the weight's gradient is summed over chunks in fp32 or wider and has the dtype of the weight as it was given, so an
-    fp32 weight under bf16 hidden states gets an fp32 gradient. The weight is not needed by the backward pass: FSDP may reshard it.
+    logits = (hidden @ weight.T + bias) * logit_scale, then soft_cap * tanh(logits / soft_cap)
+    if a cap is given. So Granite, which divides by `logits_scaling`, passes `logit_scale=1 /
+    logits_scaling`, and Gemma 2 passes `final_logit_softcapping`.
 
-    The backward pass only multiplies the stored gradients by the incoming scalar, in place: a second backward through the
-    same graph is an error, as is a second derivative. Under fp16 they are made before the loss scale is known, so probabilities
-    below 6e-8 are lost (bf16 and fp32 lose none). No supervised token at all gives a loss of exactly zero and zero gradients.
+    The forward pass takes `chunk_tokens` supervised tokens at a time: it computes logits, loss,
+    and at once their gradient with respect to hidden states and weight, so that nothing is
+    recomputed and at most C x V logits exist. Tokens labelled -100 are dropped before the first
+    product and cost nothing. Matrix products run in the dtype of the hidden states; softmax and
+    loss in fp32 or wider; the weight's gradient is summed over chunks in fp32 or wider and has
+    the dtype of the given weight, so an fp32 weight under bf16 hidden states gets an fp32
+    gradient. The backward pass does not read the weight: FSDP may reshard it.
 
-    Where several ranks hold a run of rows each (`vocabulary`), every rank passes the same hidden states and labels, its own rows
-    of weight and bias, and gets the same loss; each chunk takes one collective of two numbers per token (three under label
-    smoothing). The gradients of weight and bias are those of the rank's rows; the one of the hidden states is the rank's share,
-    which the caller sums over the ranks (`collectives.copy_to_all` or `gather` does).
+    The backward pass only multiplies the stored gradients by the incoming scalar, in place: a
+    second backward pass through the same graph is an error, as is a second derivative. Under
+    fp16 the gradients are computed before the loss scale is known, so probabilities below 6e-8
+    are lost (bf16 and fp32 lose none). Without any supervised token the loss is exactly zero,
+    with zero gradients.
+
+    If several ranks each hold consecutive rows (`vocabulary`), every rank passes the same
+    hidden states and labels and its own rows of weight and bias, and gets the same loss; each
+    chunk takes one collective of two numbers per token (three under label smoothing). The
+    gradients of weight and bias are those of the rank's rows; that of the hidden states is the
+    rank's share, which the caller sums over the ranks (`collectives.copy_to_all` or `gather`
+    does).
 
     Args:
         labels_N: int64, in [0, size of the whole vocabulary) or -100; already shifted.
-        chunk_tokens: tokens whose logits are held at a time.
+        chunk_tokens: tokens whose logits exist at a time.
         label_smoothing: share of each target spread evenly over the whole vocabulary.
-        vocabulary: which rows these are; None for all.
-        weights_N: what each token's loss is multiplied with, of either sign; no gradient goes to it. None is one for all.
+        vocabulary: this rank's rows; None for all rows.
+        weights_N: factor of each token's loss, of either sign, without gradient; None for 1.
 
-    Source: Liger Kernel (Hsu et al. 2024) computes the gradient in the forward pass; torch.nn.functional.linear_cross_entropy
-    (torch 2.13) likewise. Why not the latter: docs/decisions/0001-chunked-cross-entropy.md.
+    Source: Liger Kernel (Hsu et al. 2024) computes the gradient in the forward pass;
+    torch.nn.functional.linear_cross_entropy (torch 2.13) likewise. Why not the latter:
+    docs/decisions/0001-chunked-cross-entropy.md.
     """
     hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
     head = _Head(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary)
@@ -81,14 +92,18 @@ def token_losses(
     soft_cap: float | None = None,
     vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token in nats, `[N]`, without gradient; 0 where nothing is supervised. See `chunked_cross_entropy`."""
+    """Compute the cross-entropy of every token in nats, `[N]`, without gradient.
+
+    It is 0 for unsupervised tokens. See `chunked_cross_entropy`.
+    """
     hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N)
     head = _Head(bias_V, logit_scale, soft_cap, 0.0, vocabulary)
     weight_VD = weight_VD.to(hidden_SD.dtype)
     losses_S = hidden_SD.new_zeros(len(labels_S), dtype=torch.promote_types(hidden_SD.dtype, torch.float32))
     buffers = _Buffers.allocate(min(chunk_tokens, len(labels_S)), weight_VD, raise_logits=not head.is_plain)
     for start in range(0, len(labels_S), chunk_tokens):
-        hidden_CD, labels_C1 = hidden_SD[start : start + chunk_tokens], labels_S[start : start + chunk_tokens].unsqueeze(1)
+        hidden_CD = hidden_SD[start : start + chunk_tokens]
+        labels_C1 = labels_S[start : start + chunk_tokens].unsqueeze(1)
         chunk = buffers.first(hidden_CD.shape[0])
         torch.mm(hidden_CD, weight_VD.T, out=chunk.logits_CV)
         losses_S[start : start + chunk_tokens] = head.measure(chunk, labels_C1)
@@ -98,7 +113,7 @@ def token_losses(
 
 
 def _select_supervised(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows that carry a label, and which these are; None for all.
+    """Select the labelled rows; also return their labels and indices (None for all rows).
 
     On CUDA this waits once for the device, which costs less than the logits of masked tokens.
     """
@@ -110,12 +125,16 @@ def _select_supervised(hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Room for one chunk, used by every chunk: fresh memory costs more than the arithmetic on a CPU."""
+    """Memory of one chunk, reused by every chunk.
+
+    On a CPU new memory costs more than the arithmetic.
+    """
 
     logits_CV: Tensor
-    """Straight from the product, in its dtype."""
+    """Result of the product, in its dtype."""
     raised_CV: Tensor
-    """Logits after bias, scale and cap, in fp32 or wider; the same memory as `logits_CV` where the dtypes agree."""
+    """Logits after bias, scale and cap, in fp32 or wider; shares memory with `logits_CV` if the
+    dtypes agree."""
     probs_CV: Tensor
     """Log-probabilities, then the gradient, in fp32 or wider."""
 
@@ -124,21 +143,21 @@ class _Buffers:
         shape = (num_tokens, weight_VD.shape[0])
         sum_dtype = torch.promote_types(weight_VD.dtype, torch.float32)
         logits_CV = weight_VD.new_empty(shape)
-        separate = raise_logits and sum_dtype != weight_VD.dtype
+        needs_own_memory = raise_logits and sum_dtype != weight_VD.dtype
         return cls(
             logits_CV=logits_CV,
-            raised_CV=weight_VD.new_empty(shape, dtype=sum_dtype) if separate else logits_CV,
+            raised_CV=weight_VD.new_empty(shape, dtype=sum_dtype) if needs_own_memory else logits_CV,
             probs_CV=weight_VD.new_empty(shape, dtype=sum_dtype),
         )
 
     def first(self, num_tokens: int) -> _Buffers:
-        """The first rows, for the last chunk, which may be short."""
+        """Return the first rows, for the last chunk, which may be short."""
         return _Buffers(self.logits_CV[:num_tokens], self.raised_CV[:num_tokens], self.probs_CV[:num_tokens])
 
 
 @dataclass(frozen=True)
 class _Head:
-    """From the product to loss and gradient: what is done to logits, and undone."""
+    """Transform from product to loss, and its gradient."""
 
     bias_V: Tensor | None
     logit_scale: float
@@ -148,11 +167,11 @@ class _Head:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the product already is the logits."""
+        """True if the product already is the logits."""
         return self.bias_V is None and self.logit_scale == 1.0 and self.soft_cap is None
 
     def measure(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
-        """Losses of a chunk's tokens, `[C]`; leaves log-probabilities behind."""
+        """Compute the losses of a chunk's tokens, `[C]`; writes log-probabilities to the chunk."""
         if chunk.raised_CV.dtype != chunk.logits_CV.dtype:
             chunk.raised_CV.copy_(chunk.logits_CV)
         if self.bias_V is not None:
@@ -163,7 +182,7 @@ class _Head:
             chunk.raised_CV.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         if chunk.raised_CV.dtype == chunk.probs_CV.dtype:
             torch.log_softmax(chunk.raised_CV, dim=1, out=chunk.probs_CV)
-        else:  # told to widen its input, log_softmax would make a wide copy of the chunk before it fills `out`
+        else:  # log_softmax with a dtype would first make a wide copy of the chunk
             torch.log_softmax(chunk.probs_CV.copy_(chunk.raised_CV), dim=1, out=chunk.probs_CV)
         if self.vocabulary is not None:
             return self._measure_shard(self.vocabulary, chunk, labels_C1)
@@ -173,18 +192,24 @@ class _Head:
         return loss_C
 
     def _measure_shard(self, vocabulary: VocabularyShard, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
-        """The same where this rank has some rows only: the log-probabilities so far are among those."""
+        """Compute the losses if this rank has only some rows of the vocabulary.
+
+        `probs_CV` has log-probabilities among this rank's rows so far.
+        """
         rows_C1, own_C1 = vocabulary.local_labels(labels_C1, chunk.probs_CV.shape[1])
         target_C1 = torch.where(own_C1, chunk.raised_CV.gather(1, rows_C1).to(chunk.probs_CV.dtype), 0.0)
         target_C, mean_C = vocabulary.normalise(chunk.raised_CV, chunk.probs_CV, target_C1, smoothed=self.label_smoothing > 0.0)
         return -((1.0 - self.label_smoothing) * target_C + self.label_smoothing * mean_C)
 
     def differentiate(self, chunk: _Buffers, labels_C1: Tensor) -> Tensor:
-        """d loss / d product, in place of the log-probabilities: softmax - target, back through cap (1 - tanh^2) and scale."""
+        """Compute d loss / d product in place of the log-probabilities.
+
+        It is softmax - target, through the derivatives of cap (1 - tanh^2) and scale.
+        """
         grad_CV = chunk.probs_CV.exp_()
         if self.label_smoothing:
-            whole = grad_CV.shape[1] if self.vocabulary is None else self.vocabulary.size_of_whole
-            grad_CV -= self.label_smoothing / whole
+            vocab_size = grad_CV.shape[1] if self.vocabulary is None else self.vocabulary.size_of_whole
+            grad_CV -= self.label_smoothing / vocab_size
         at_target_C1 = grad_CV.new_full(labels_C1.shape, self.label_smoothing - 1.0)
         if self.vocabulary is not None:
             labels_C1, own_C1 = self.vocabulary.local_labels(labels_C1, grad_CV.shape[1])
@@ -203,8 +228,9 @@ _STRIPS = 32
 def _add_narrower(sum_VD: Tensor, product_VD: Tensor) -> None:
     """Add a product to a sum of wider dtype, in place.
 
-    A CPU's addition makes a copy of its narrower operand in the wider dtype first, which would be one more gradient of the size of
-    the vocabulary at the peak of a step: by strips of rows the copy is a strip's. CUDA's kernels widen what they read.
+    A CPU's addition first copies its narrower operand to the wider dtype, which would be one
+    more gradient of the size of the vocabulary at the peak of a step; in strips of rows the
+    copy has the size of a strip. CUDA's kernels convert while reading.
     """
     if sum_VD.device.type != "cpu":
         sum_VD += product_VD
@@ -214,7 +240,7 @@ def _add_narrower(sum_VD: Tensor, product_VD: Tensor) -> None:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of token losses; the gradients are made in the forward pass and scaled in the backward pass."""
+    """Sum of token losses; gradients are computed in forward and scaled in backward."""
 
     @staticmethod
     def forward(
@@ -228,8 +254,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         head: _Head,
         grad_enabled: bool,
     ) -> Tensor:
-        # Gradient mode is always off in here, so the caller says whether a backward pass will come.
-        wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        # Gradient mode is always off here, so the caller states whether a backward pass
+        # follows.
+        needs_grad = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         compute_dtype = hidden_SD.dtype
         sum_dtype = torch.promote_types(compute_dtype, torch.float32)
         product_weight_VD = weight_VD.to(compute_dtype)
@@ -237,19 +264,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         buffers = _Buffers.allocate(min(chunk_tokens, hidden_SD.shape[0]), product_weight_VD, raise_logits=not head.is_plain)
 
         loss = hidden_SD.new_zeros((), dtype=sum_dtype)
-        grad_hidden_SD = torch.empty_like(hidden_SD) if wanted[0] else None
-        grad_weight_VD = hidden_SD.new_zeros(weight_VD.shape, dtype=sum_dtype) if wanted[1] else None
-        grad_bias_V = hidden_SD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if wanted[2] else None
-        product_VD = torch.empty_like(product_weight_VD) if wanted[1] and compute_dtype != sum_dtype else None
+        grad_hidden_SD = torch.empty_like(hidden_SD) if needs_grad[0] else None
+        grad_weight_VD = hidden_SD.new_zeros(weight_VD.shape, dtype=sum_dtype) if needs_grad[1] else None
+        grad_bias_V = hidden_SD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if needs_grad[2] else None
+        product_VD = torch.empty_like(product_weight_VD) if needs_grad[1] and compute_dtype != sum_dtype else None
 
         for start in chunks:
-            hidden_CD, labels_C1 = hidden_SD[start : start + chunk_tokens], labels_S[start : start + chunk_tokens].unsqueeze(1)
+            hidden_CD = hidden_SD[start : start + chunk_tokens]
+            labels_C1 = labels_S[start : start + chunk_tokens].unsqueeze(1)
             chunk = buffers.first(hidden_CD.shape[0])
             torch.mm(hidden_CD, product_weight_VD.T, out=chunk.logits_CV)
             loss_C = head.measure(chunk, labels_C1)
             weights_C = None if weights_S is None else weights_S[start : start + chunk_tokens].to(sum_dtype)
             loss += loss_C.sum() if weights_C is None else loss_C @ weights_C
-            if not any(wanted):
+            if not any(needs_grad):
                 continue
             grad_CV = head.differentiate(chunk, labels_C1)
             if weights_C is not None:
@@ -257,7 +285,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             if compute_dtype != sum_dtype:
-                grad_CV = chunk.logits_CV.copy_(grad_CV)  # the logits are spent; their room is of the dtype of the products
+                # Reuses the logits' memory, which has the dtype of the products.
+                grad_CV = chunk.logits_CV.copy_(grad_CV)
             if grad_hidden_SD is not None:
                 torch.mm(grad_CV, product_weight_VD, out=grad_hidden_SD[start : start + chunk_tokens])
             if grad_weight_VD is None:
@@ -274,8 +303,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a copy would hold a second gradient of the size of the vocabulary. Saved tensors carry a version, so a
-        # second backward through the same graph raises instead of scaling twice.
+        # In place: a copy would be a second gradient of the size of the vocabulary. Saved
+        # tensors have a version, so a second backward pass through the same graph raises
+        # instead of scaling twice.
         gradients = [
             None if stored is None else stored.mul_(grad_loss).to(dtype)
             for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -1,4 +1,4 @@
-"""Which dtype is held, computed and reduced in, and the dynamic loss scale of fp16."""
+"""Dtypes of parameters, computation and reduction, and fp16's dynamic loss scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from shardwright.errors import NonFiniteError
 
 @dataclass(frozen=True)
 class Dtypes:
-    """`param`: master weights, gradients and moments; `compute`: matrix products; `reduce`: gradient sums over ranks."""
+    """Dtypes of one precision kind.
+
+    `param` is that of master weights, gradients and moments, `compute` that of matrix products,
+    `reduce` that of gradient sums over ranks.
+    """
 
     param: torch.dtype
     compute: torch.dtype
@@ -25,14 +29,15 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def dtypes(precision: PrecisionSection) -> Dtypes:
-    """Dtypes of a precision kind.
+    """Return the dtypes of a precision kind.
 
-    Master weights are fp32, fp64 with `kind: fp64`. Gradients are reduced in fp32 (fp64) unless the recipe asks for bf16.
+    Master weights are fp32, or fp64 with `kind: fp64`. Gradients are reduced in fp32 (fp64)
+    unless the recipe sets bf16.
 
     >>> dtypes(PrecisionSection(kind="bf16"))
     Dtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
     """
-    assert precision.kind != "auto", "the plan has settled it"
+    assert precision.kind != "auto", "the plan resolves `auto`"
     compute = _COMPUTE[precision.kind]
     param = torch.promote_types(compute, torch.float32)
     reduce = torch.bfloat16 if precision.reduce_dtype == "bf16" else param
@@ -40,19 +45,22 @@ def dtypes(precision: PrecisionSection) -> Dtypes:
 
 
 class LossScaler:
-    """The factor by which the loss is multiplied before backward, so that small fp16 gradients do not vanish.
+    """Dynamic factor on the loss that keeps small fp16 gradients from becoming zero.
 
-    Every rank must take the same decision, or their weights part: what `update` is told is what the ranks have agreed on
-    (`numerics.clip.agree_on_norm`). A bad step halves the scale and is to be skipped; after `loss_scale_growth_steps` finite
-    steps in a row it doubles. For other precisions than fp16 build none.
+    Every rank must take the same decision, or their weights diverge: the argument of `update`
+    follows from the norm that all ranks share (`numerics.clip.agree_on_norm`). A non-finite
+    step halves the scale and is skipped; after `loss_scale_growth_steps` finite steps in a row
+    the scale doubles. Precisions other than fp16 need no scaler.
 
-    Source: Micikevicius et al. 2018, Mixed Precision Training, section 3.2; defaults of torch.amp.GradScaler.
+    Source: Micikevicius et al. 2018, Mixed Precision Training, section 3.2; defaults of
+    torch.amp.GradScaler.
     """
 
     SMALLEST = 2.0**-24
-    """Below this the scale would erase gradients that fp16 can hold: the run has diverged."""
+    """Below this the scale would erase gradients that fp16 can represent: the run has diverged.
+    """
     LARGEST = 2.0**24
-    """fp32 losses and gradients stay far from overflow; a larger scale gains nothing."""
+    """Keeps fp32 losses and gradients far from overflow; a larger scale has no benefit."""
 
     def __init__(self, precision: PrecisionSection) -> None:
         self.scale = float(precision.initial_loss_scale)
@@ -60,7 +68,7 @@ class LossScaler:
         self.finite_steps = 0
 
     def update(self, skipped: bool) -> None:
-        """Move the scale after a step that every rank did, or skipped because its gradient was not finite.
+        """Adjust the scale after a step that all ranks took, or skipped as non-finite.
 
         Raises:
             NonFiniteError: the scale fell below `SMALLEST`.
@@ -75,17 +83,19 @@ class LossScaler:
         self.scale /= 2.0
         if self.scale < self.SMALLEST:
             raise NonFiniteError(
-                f"the fp16 loss scale fell below {self.SMALLEST:g} and gradients are still not finite: the run has diverged; "
+                f"the fp16 loss scale fell below {self.SMALLEST:g} and gradients are still not finite: "
+                "the run has diverged; "
                 "lower training.learning_rate, or use precision bf16 or fp32"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: the scale and how long it has held."""
+        """Return the scale and the number of finite steps since its last change, for JSON."""
         return {"scale": self.scale, "finite_steps": self.finite_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         scale = float(state["scale"])
         assert math.isfinite(scale), scale
         assert scale > 0, scale
-        self.scale, self.finite_steps = scale, int(state["finite_steps"])
+        self.scale = scale
+        self.finite_steps = int(state["finite_steps"])

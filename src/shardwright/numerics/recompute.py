@@ -1,4 +1,4 @@
-"""Activation recompute: what a block keeps for its backward pass and what it computes again."""
+"""Activation recomputation: the results that a block saves for its backward pass."""
 
 from __future__ import annotations
 
@@ -27,26 +27,30 @@ _KEPT: frozenset[Any] = frozenset(
         _aten._scaled_dot_product_attention_math.default,
     }
 )
-"""Operations whose results `selective` keeps: nearly all of a block's FLOPs. Norms, activations, rotations and casts are
-cheap to run again and hold the larger part of the bytes."""
+"""Operations whose results `selective` saves: nearly all of a block's FLOPs.
+
+Norms, activations, rotations and casts are cheap to recompute and make up most of the bytes.
+"""
 
 
 _KEPT_BY_NAME = frozenset({"shardwright::grouped_product"})
-"""Our own products, which register themselves when the model's room is imported."""
+"""Names of our own products, which are registered when the model package is imported."""
 
 
 def _policy(_ctx: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = operation in _KEPT or operation.name() in _KEPT_BY_NAME
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = operation in _KEPT or operation.name() in _KEPT_BY_NAME
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_runner(kind: RecomputeKind) -> Runner | None:
-    """How to run a block: `run(function, *args) -> output`, or None to run it plainly.
+    """Build `run(function, *args) -> output` for blocks; None without recomputation.
 
-    `full` keeps a block's inputs only; `selective` also keeps the results of matrix products and attention. Random state is not
-    saved and restored: dropout here is a function of seed, step and token (stateless), so running twice gives the same mask.
-    Gradients equal those without recompute bit by bit. With torch.compile this goes inside what is compiled: the compiler reads the
-    policy, whereas a policy around compiled code sees no operations, keeps nothing and makes the block run three times.
+    `full` saves a block's inputs only; `selective` also saves the results of matrix products
+    and attention. The random state is not saved and restored: dropout is a function of seed,
+    step and token, so running twice gives the same mask. Gradients equal those without
+    recomputation bit by bit. With torch.compile the runner goes inside the compiled function:
+    the compiler reads the policy, whereas a policy around compiled code sees no operations,
+    saves nothing and makes the block run three times.
     """
     if kind == "none":
         return None

@@ -1,4 +1,4 @@
-"""The softmax over a vocabulary whose rows lie on several ranks: what one rank has to know, and the sums it has to ask for.
+"""Softmax over a vocabulary whose rows are sharded: one rank's rows and the sums over ranks.
 
 Shapes: C tokens, V vocabulary rows of this rank, R ranks.
 """
@@ -18,9 +18,10 @@ class VocabularyShard:
 
     Attributes:
         first: vocabulary index of its first row.
-        size_of_whole: rows of all ranks together, of which this rank's are a run.
-        gather_over: tensor -> every rank's tensor, stacked `[R, ...]`; no gradient goes through it.
-        whole: logits of this rank's rows `[..., V]` -> logits of all rows, equal on every rank, with a gradient.
+        size_of_whole: number of rows over all ranks; each rank's rows are consecutive.
+        gather_over: tensor -> every rank's tensor, stacked `[R, ...]`; without gradient.
+        whole: logits of this rank's rows `[..., V]` -> logits of all rows, equal on every rank,
+            with gradient.
     """
 
     first: int
@@ -29,37 +30,40 @@ class VocabularyShard:
     whole: Callable[[Tensor], Tensor]
 
     def local_labels(self, labels_C1: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Each label as a row of this rank (any row where it is another's), and whether it is this rank's.
+        """Map labels to this rank's rows; also return a mask of the labels whose row it has.
 
-        A label outside the whole vocabulary becomes a row that no rank has, so that indexing with it is the error that it is
-        on one rank, and costs no wait for the device to find out.
+        Labels of other ranks map to an arbitrary row. A label outside the whole vocabulary maps
+        to a row that no rank has, so that indexing with it raises the same error as on one
+        rank, without making the host wait for the device.
         """
         local_C1 = labels_C1 - self.first
         own_C1 = (local_C1 >= 0) & (local_C1 < num_rows)
-        possible_C1 = (labels_C1 >= 0) & (labels_C1 < self.size_of_whole)
-        return torch.where(possible_C1, local_C1.clamp(0, num_rows - 1), num_rows), own_C1
+        valid_C1 = (labels_C1 >= 0) & (labels_C1 < self.size_of_whole)
+        return torch.where(valid_C1, local_C1.clamp(0, num_rows - 1), num_rows), own_C1
 
     def normalise(self, logits_CV: Tensor, log_probs_CV: Tensor, target_C1: Tensor, *, smoothed: bool) -> tuple[Tensor, Tensor]:
-        """Turn log-probabilities among this rank's rows into those among all rows, in place; one collective.
+        """Turn log-probabilities among this rank's rows into those among all rows, in place.
+
+        It takes one collective.
 
         Args:
-            logits_CV: of which `log_probs_CV` is the log-softmax over this rank's rows.
-            target_C1: this rank's share of the target's logit: the logit, or 0 where another rank holds it.
-            smoothed: whether the mean of all log-probabilities is wanted.
+            logits_CV: `log_probs_CV` is their log-softmax over this rank's rows.
+            target_C1: the target's logit, or 0 if another rank has it.
+            smoothed: compute the mean of all log-probabilities too.
 
         Returns:
-            log-probability of the targets, and mean of the log-probabilities of the whole vocabulary (zero unless `smoothed`),
-            each `[C]` and equal on every rank.
+            Log-probability of the targets, and mean of the log-probabilities of the whole
+            vocabulary (zero unless `smoothed`), each `[C]` and equal on every rank.
         """
-        # At the largest logit, what log-softmax took away is read off without cancellation.
+        # At the largest logit, the local normaliser can be read without cancellation.
         top_C1, index_C1 = logits_CV.max(dim=1, keepdim=True)
-        own_C1 = top_C1.to(log_probs_CV.dtype) - log_probs_CV.gather(1, index_C1)
-        parts = [own_C1, target_C1]
+        local_normaliser_C1 = top_C1.to(log_probs_CV.dtype) - log_probs_CV.gather(1, index_C1)
+        parts = [local_normaliser_C1, target_C1]
         if smoothed:
             parts.append(logits_CV.sum(dim=1, keepdim=True, dtype=log_probs_CV.dtype))
         shares_RCP = self.gather_over(torch.cat(parts, dim=1))
         normaliser_C1 = shares_RCP[..., :1].logsumexp(dim=0)
-        log_probs_CV += own_C1 - normaliser_C1
+        log_probs_CV += local_normaliser_C1 - normaliser_C1
         sums_CP = shares_RCP[..., 1:].sum(dim=0)
         target_C = sums_CP[:, 0] - normaliser_C1[:, 0]
         mean_C = sums_CP[:, 1] / self.size_of_whole - normaliser_C1[:, 0] if smoothed else torch.zeros_like(target_C)

@@ -1,4 +1,4 @@
-"""How one decoder runs on many ranks: the mesh, the cuts and their order, the sums."""
+"""Parallel execution of one decoder: mesh, order of parallelisms, gradient reduction."""
 
 from shardwright.parallel.apply import apply_layout
 from shardwright.parallel.mesh import build_mesh, init_process_group

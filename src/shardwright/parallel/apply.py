@@ -1,19 +1,20 @@
-"""The one place that says in which order a decoder is cut.
+"""The order in which parallelism is applied to a decoder; no other module decides it.
 
-The order, on the meta device until storage is given:
+On the meta device until step 6:
 
     1  pipeline     keep the blocks of this rank's stages
-    2  tensor, expert, context: parameters of this rank's shape, and the cuts that the modules call
+    2  tensor, expert, context: parameters of this rank's shape, and the hooks that modules call
     3  recompute    around each block's inner function
-    4  compile      the block's function with its recompute inside: around compiled code, selective sees nothing to keep
+    4  compile      the block's function with recomputation inside: around compiled code,
+                    selective recomputation sees no operations to save
     5  shard        FSDP2 over dp_shard (x dp_replicate), block groups first, the root last
     6  storage      empty memory on the device, for this rank's shards only
     7  weights      written by name, slice by slice
-    8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline, which accumulates
-                    gradients by itself and sums them when its last micro-batch has come back
+    8  replicate    DDP over dp_replicate: its buckets need real memory; not under a pipeline,
+                    which accumulates gradients itself and reduces them at its end
 
-Then the sums that no wrapper makes. A parameter's descriptor (`ParameterLayout`) is computed from the layout alone and then checked
-against what was done.
+Then the reductions that no wrapper makes. The descriptor of a parameter (`ParameterLayout`) is
+computed from the layout alone and then checked against the sharded tensors.
 """
 
 from __future__ import annotations
@@ -69,35 +70,36 @@ def apply_layout(
     compile_blocks: bool = False,
     storage: AbstractContextManager[Any] | None = None,
 ) -> ParallelModel:
-    """Cut a decoder as the plan says and fill what this rank holds.
+    """Apply a plan's parallelism to a decoder and load this rank's parameters.
 
     Args:
-        decoder: on the meta device; freeze parameters before this.
+        decoder: on the meta device; freeze parameters before this call.
         mesh: from `build_mesh`; None for one rank.
-        device: where the rank computes.
-        fill: gives any slice of any parameter by name.
+        device: device on which the rank computes.
+        fill: returns any slice of any parameter by name.
         compile_blocks: torch.compile each block.
-        storage: entered while memory is given and filled: a rehearsal's tensors are none.
+        storage: context entered while memory is allocated and filled; a rehearsal passes one in
+            which tensors take no memory.
 
     Raises:
-        LayoutError: degrees that do not divide the model.
+        LayoutError: the degrees do not divide the model.
     """
     layout = plan.layout
     check(decoder.shape, layout, plan.batch.sequence_length)
-    kinds = dtypes(plan.precision)
-    decoder.to(kinds.param)
-    _hold_frozen(decoder, kinds.compute)
+    precision = dtypes(plan.precision)
+    decoder.to(precision.param)
+    _hold_frozen(decoder, precision.compute)
     stages = stages_of(decoder.shape, layout, plan.batch.sequence_length)
     layouts = place(decoder.shape, layout, stages)
     trainable = frozenset(name for name, parameter in decoder.named_parameters() if parameter.requires_grad)
-    here = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
+    coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
     sharded = layout.zero_stage >= 1 and layout.fsdp > 1
     if layout.zero_stage >= 1 and not sharded:
-        logger.info("zero_stage %d over one rank shards nothing: the model is replicated", layout.zero_stage)
+        logger.info("zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage)
 
     if stages is not None:
-        decoder.keep([stage for stage in stages if stage.rank == here["pp"]])
-    _cut_parameters(decoder, layouts, layout, here)
+        decoder.keep([stage for stage in stages if stage.rank == coordinates["pp"]])
+    _cut_parameters(decoder, layouts, layout, coordinates)
     decoder.install_cuts(
         Cuts(
             context=context_cut(decoder.shape, layout, mesh, plan.batch.sequence_length),
@@ -108,36 +110,41 @@ def apply_layout(
     decoder.set_recompute(recompute_runner(plan.recompute))
     if compile_blocks:
         decoder.compile_blocks()
-    groups: list[FSDPModule] = []
+    fsdp_modules: list[FSDPModule] = []
     if sharded:
         assert mesh is not None
-        groups = shard(decoder, layout, mesh, kinds, stages)
+        fsdp_modules = shard(decoder, layout, mesh, precision, stages)
     with storage or nullcontext():
         decoder.to_empty(device=device)
-        _fill(decoder, layouts, layout, here, fill)
+        _fill(decoder, layouts, layout, coordinates, fill)
     module: nn.Module = decoder
-    # A model without gradients (a frozen reference) has nothing to sum, and DDP refuses to wrap it.
-    replicas = None if mesh is None or sharded or stages or not trainable else mesh.group("dp_replicate", "fsdp")
-    # Experts that lie over ranks are no copies of each other: what replicas they have is not what DDP sums over.
-    apart = frozenset(name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded)
-    if replicas is not None:
-        with storage or nullcontext():  # its buckets are memory, too
+    # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
+    # wrap it.
+    replica_group = None if mesh is None or sharded or stages or not trainable else mesh.group("dp_replicate", "fsdp")
+    # Experts on different `ep` ranks are not copies of each other, so DDP must not reduce them
+    # over its group.
+    excluded_names = frozenset(name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded)
+    if replica_group is not None:
+        with storage or nullcontext():  # DDP's buckets are memory too
             module = replicate(
                 decoder,
-                replicas,
+                replica_group,
                 bucket_size_bytes=layout.bucket_size_bytes,
-                reduce_dtype=kinds.reduce,
+                reduce_dtype=precision.reduce,
                 device=device,
-                apart=apart,
+                apart=excluded_names,
             )
-    if kinds.reduce != kinds.param and trainable and not sharded and replicas is None:
+    if precision.reduce != precision.param and trainable and not sharded and replica_group is None:
         logger.info(
-            "precision.reduce_dtype has no effect under %s: no wrapper sums its gradients, which are summed as they are, in %s",
+            "precision.reduce_dtype has no effect under %s: neither DDP nor FSDP reduces its "
+            "gradients; they are summed in their own dtype, %s",
             layout,
-            str(kinds.param).removeprefix("torch."),
+            str(precision.param).removeprefix("torch."),
         )
-    sums = [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replicas is not None, apart=apart)
-    model = ParallelModel(module, decoder, layouts, layout, mesh, device, groups, trainable, sums)
+    reductions = (
+        [] if mesh is None else pending_sums(layouts, mesh, wrapped=sharded or replica_group is not None, apart=excluded_names)
+    )
+    model = ParallelModel(module, decoder, layouts, layout, mesh, device, fsdp_modules, trainable, reductions)
     if stages is not None:
         assert mesh is not None
         model.pipeline = _build_pipeline(model, stages, mesh, plan.batch.gradient_accumulation_steps)
@@ -165,9 +172,10 @@ def _build_pipeline(model: ParallelModel, stages: Sequence[Stage], mesh: Mesh, n
 
 
 def _hold_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Keep the matrices beside adapters in the precision to which products cast them anyway: nothing is ever added to them.
+    """Cast frozen matrices beside adapters to the compute dtype, in which products read them.
 
-    What is computed in fp32 stays so: norms, biases, routers.
+    Nothing is ever added to them, so they need no fp32 copy. Parameters that are computed in
+    fp32 stay so: norms, biases, routers.
     """
     if decoder.shape.adapters is None or isinstance(decoder.shape, ForeignShape):
         return
@@ -179,7 +187,7 @@ def _hold_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
 
 
 def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int]) -> None:
-    """Put parameters of this rank's own shape in place of those that tensor and expert parallelism cut; still without memory."""
+    """Replace parameters that tp or ep shards by ones of this rank's shape, without memory."""
     for name, parameter in list(decoder.named_parameters()):
         shape = local_shape(layouts[name], layout, here, zero=False)
         if shape != tuple(parameter.shape):
@@ -191,8 +199,12 @@ def _cut_parameters(decoder: Decoder, layouts: dict[str, ParameterLayout], layou
 @torch.no_grad()
 def _fill(decoder: Decoder, layouts: dict[str, ParameterLayout], layout: Layout, here: dict[str, int], fill: Fill) -> None:
     for name, parameter in decoder.named_parameters():
-        local, described = local_part(parameter), layouts[name]
-        # Our own check: what the cuts and FSDP2 left is what the descriptor says.
-        assert tuple(local.shape) == local_shape(described, layout, here), f"{name}: holds {tuple(local.shape)}, not {described}"
-        for box in held(described, layout, here):
+        local = local_part(parameter)
+        parameter_layout = layouts[name]
+        # Our own invariant: sharding and FSDP2 left exactly the shape that the descriptor
+        # states.
+        assert tuple(local.shape) == local_shape(parameter_layout, layout, here), (
+            f"{name}: has local shape {tuple(local.shape)}, expected {parameter_layout}"
+        )
+        for box in held(parameter_layout, layout, here):
             narrow(local, box.local).copy_(fill(name, box.whole))

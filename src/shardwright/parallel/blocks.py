@@ -1,10 +1,12 @@
-"""Attention of some queries over some keys, with the log-sum-exp by which such blocks are merged: kernels, forward and backward.
+"""Attention kernels over part of the keys, forward and backward.
 
-A block's backward takes the output and the log-sum-exp of the whole row, not its own: with them every block's softmax weights are
-exp(score - lse) of the whole, and blocks' gradients add up (Liu et al. 2023, Ring Attention, arXiv 2310.01889; Dao 2023,
-FlashAttention-2, section 3.1).
+Each returns the log-sum-exp by which such parts are merged. The backward pass of a part takes
+the output and the log-sum-exp of the whole row, not its own: with them the softmax weights of
+every part are exp(score - lse) of the whole row, and the gradients of the parts add up (Liu et
+al. 2023, Ring Attention, arXiv 2310.01889; Dao 2023, FlashAttention-2, section 3.1).
 
-Legend: B sequences, H query heads, K key/value heads, G = H / K, L queries, S keys, E head_dim, V value width.
+Legend: B sequences, H query heads, K key/value heads, G = H / K, L queries, S keys, E head_dim,
+V value width.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Scores:
-    """What turns products of queries and keys into weights, alike for all blocks of a layer.
+    """Settings that turn query-key products into weights; the same for all parts of a layer.
 
-    `first_head` is the number, among all of the model's, of the first head that is held here: dropout decides by it.
+    `first_head` is the model-wide index of the first head on this rank; dropout masks depend on
+    it.
     """
 
     scale: float
@@ -36,10 +39,12 @@ class Scores:
 
 
 class Seen(NamedTuple):
-    """What the queries of a block see of its keys.
+    """Visibility of a tile's keys to its queries.
 
-    `causal`: query i sees keys 0 to i, and there are as many keys as queries. Else `visible_BLS` (B may be 1) says it by pair, None
-    being everything. Dropout goes by `queries`, which rows of its keys these are, and by the keys' places in the row.
+    If `causal`, query i sees keys 0 to i, and there are as many keys as queries. Otherwise
+    `visible_BLS` (B may be 1) states it per pair; None means every key. Dropout masks depend on
+    `queries`, the rows of the dropout keys that belong to these queries, and on the positions
+    of the keys in the row.
     """
 
     causal: bool
@@ -49,14 +54,17 @@ class Seen(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention over some keys: normalised among them, with the log-sum-exp of their scores (-inf where a query sees none)."""
+    """Attention over some keys, normalised among them, with the log-sum-exp of their scores.
+
+    The log-sum-exp is -inf for a query that sees none of the keys.
+    """
 
     out_BHLV: Tensor
     lse_BHL: Tensor
 
 
 class Gradients(NamedTuple):
-    """What a block gives to each of its inputs."""
+    """Gradients of a tile's queries, keys and values."""
 
     q_BHLE: Tensor
     k_BKSE: Tensor
@@ -64,21 +72,21 @@ class Gradients(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One way to compute blocks."""
+    """One implementation of attention over a tile, forward and backward."""
 
     def forward(self, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, seen: Seen, scores: Scores) -> Partial:
-        """Attention over the block's keys alone."""
+        """Compute attention over the tile's keys alone."""
         ...
 
     def backward(
         self, d_out_BHLV: Tensor, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, whole: Partial, seen: Seen, scores: Scores
     ) -> Gradients:
-        """The block's share of the gradients; `whole` is the row's output and log-sum-exp."""
+        """Compute the tile's gradients; `whole` has the output and log-sum-exp of the row."""
         ...
 
 
 def choose_kernel(q_BHLE: Tensor, v_BKSV: Tensor, scores: Scores, *, masked: bool, explicit: bool) -> Kernel:
-    """The fused kernel that computes exactly this, or the products spelled out."""
+    """Choose the fused kernel that computes exactly this, or else the explicit products."""
     if explicit or scores.soft_cap is not None or scores.dropout is not None or q_BHLE.shape[-1] != v_BKSV.shape[-1]:
         return SpelledOut()
     if q_BHLE.device.type == "cpu":
@@ -92,19 +100,25 @@ def choose_kernel(q_BHLE: Tensor, v_BKSV: Tensor, scores: Scores, *, masked: boo
 
 
 def merge(into: Partial, part: Partial) -> None:
-    """Take one more block's keys into `into`, in place. There, every query must have seen a key already."""
+    """Merge the attention over further keys into `into`, in place.
+
+    Every query of `into` must have seen a key already.
+    """
     weight_BHL = torch.sigmoid(part.lse_BHL - into.lse_BHL)
     into.out_BHLV.lerp_(part.out_BHLV.to(into.out_BHLV.dtype), weight_BHL[..., None])
     torch.logaddexp(into.lse_BHL, part.lse_BHL, out=into.lse_BHL)
 
 
 class SpelledOut:
-    """Plain products on any device and in any precision: soft caps, dropout by token, any mask. Holds the block's scores."""
+    """Explicit products on any device and in any precision.
+
+    They support soft caps, dropout by token and any mask, and store all scores of the tile.
+    """
 
     def forward(self, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, seen: Seen, scores: Scores) -> Partial:
         scores_BHLS, _ = _scores(q_BHLE, k_BKSE, seen, scores)
         lse_BHL = torch.logsumexp(scores_BHLS, dim=-1)
-        # Where a query sees nothing, -inf - -inf would be nan.
+        # For a query that sees no key, -inf - -inf would be nan.
         weights_BHLS = torch.exp(scores_BHLS - lse_BHL.clamp(min=torch.finfo(lse_BHL.dtype).min)[..., None])
         weights_BHLS = _drop(weights_BHLS, seen, scores).to(v_BKSV.dtype)
         return Partial(_by_group(weights_BHLS, v_BKSV), lse_BHL)
@@ -112,7 +126,7 @@ class SpelledOut:
     def backward(
         self, d_out_BHLV: Tensor, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, whole: Partial, seen: Seen, scores: Scores
     ) -> Gradients:
-        scores_BHLS, bend_BHLS = _scores(q_BHLE, k_BKSE, seen, scores)
+        scores_BHLS, slope_BHLS = _scores(q_BHLE, k_BKSE, seen, scores)
         wide = scores_BHLS.dtype
         weights_BHLS = torch.exp(scores_BHLS - whole.lse_BHL[..., None])
         dropped_BHLS = _drop(weights_BHLS, seen, scores).to(v_BKSV.dtype)
@@ -120,26 +134,30 @@ class SpelledOut:
         d_weights_BHLS = _drop(_by_group(d_out_BHLV, v_BKSV.transpose(-1, -2)).to(wide), seen, scores)
         delta_BHL = (d_out_BHLV.to(wide) * whole.out_BHLV.to(wide)).sum(-1)
         d_scores_BHLS = weights_BHLS * (d_weights_BHLS - delta_BHL[..., None])
-        if bend_BHLS is not None:
-            d_scores_BHLS = d_scores_BHLS * bend_BHLS
+        if slope_BHLS is not None:
+            d_scores_BHLS = d_scores_BHLS * slope_BHLS
         d_scores_BHLS = (d_scores_BHLS * scores.scale).to(q_BHLE.dtype)
         return Gradients(_by_group(d_scores_BHLS, k_BKSE), _to_group(d_scores_BHLS, q_BHLE, k_BKSE.shape[1]), d_v_BKSV)
 
 
 def _scores(q_BHLE: Tensor, k_BKSE: Tensor, seen: Seen, scores: Scores) -> tuple[Tensor, Tensor | None]:
-    """Scores in fp32 at least, -inf where a key is not seen; and the slope of the soft cap at them, if there is one."""
+    """Compute the scores in fp32 or wider, -inf for hidden keys, and the slope of the soft cap.
+
+    The slope is None without a soft cap.
+    """
     raw_BHLS = _by_group(q_BHLE * scores.scale, k_BKSE.transpose(-1, -2))
     raw_BHLS = raw_BHLS.to(torch.promote_types(raw_BHLS.dtype, torch.float32))
-    bend_BHLS = None
+    slope_BHLS = None
     if scores.soft_cap is not None:
         tanh_BHLS = torch.tanh(raw_BHLS / scores.soft_cap)
-        raw_BHLS, bend_BHLS = tanh_BHLS * scores.soft_cap, 1 - tanh_BHLS.square()
+        raw_BHLS = tanh_BHLS * scores.soft_cap
+        slope_BHLS = 1 - tanh_BHLS.square()
     if seen.visible_BLS is not None:
         raw_BHLS = raw_BHLS.masked_fill(~seen.visible_BLS[:, None], float("-inf"))
     elif seen.causal:
         later = torch.ones(raw_BHLS.shape[-2:], dtype=torch.bool, device=raw_BHLS.device).triu(1)
         raw_BHLS = raw_BHLS.masked_fill(later, float("-inf"))
-    return raw_BHLS, bend_BHLS
+    return raw_BHLS, slope_BHLS
 
 
 def _drop(weights_BHLS: Tensor, seen: Seen, scores: Scores) -> Tensor:
@@ -150,33 +168,38 @@ def _drop(weights_BHLS: Tensor, seen: Seen, scores: Scores) -> Tensor:
 
 
 def _by_group(x_BHLS: Tensor, y_BKSE: Tensor) -> Tensor:
-    """x @ y where each head of y serves a group of heads of x: the group's rows are one matrix, nothing is expanded."""
+    """Compute x @ y where each head of y serves a group of heads of x, without expanding y.
+
+    The rows of a group form one matrix.
+    """
     num_groups = y_BKSE.shape[1]
     return (x_BHLS.unflatten(1, (num_groups, -1)).flatten(2, 3) @ y_BKSE).unflatten(2, (-1, x_BHLS.shape[2])).flatten(1, 2)
 
 
 def _to_group(x_BHLS: Tensor, y_BHLE: Tensor, num_groups: int) -> Tensor:
-    """x^T @ y summed over the heads of each group, `[B, K, S, E]`."""
-    rows = (part.unflatten(1, (num_groups, -1)).flatten(2, 3) for part in (x_BHLS, y_BHLE))
-    x, y = rows
+    """Compute x^T @ y summed over the heads of each group, `[B, K, S, E]`."""
+    x, y = (part.unflatten(1, (num_groups, -1)).flatten(2, 3) for part in (x_BHLS, y_BHLE))
     return x.transpose(-1, -2) @ y
 
 
 def _sees_any(visible_BLS: Tensor | None) -> Tensor | None:
-    """Which queries see a key at all, `[B, 1, L]`."""
+    """Find the queries that see at least one key, `[B, 1, L]`; None without a mask."""
     return None if visible_BLS is None else visible_BLS.any(-1)[:, None]
 
 
 def _hide_blind(part: Partial, visible_BLS: Tensor | None) -> Partial:
-    """A fused kernel answers a query that sees no key with a log-sum-exp of 0, as if it had: say -inf, and give nothing."""
-    sees = _sees_any(visible_BLS)
-    if sees is None:
+    """Set the output to 0 and the log-sum-exp to -inf for queries that see no key.
+
+    The fused kernels return a log-sum-exp of 0 for them, as if they had seen a key.
+    """
+    has_keys = _sees_any(visible_BLS)
+    if has_keys is None:
         return part
-    return Partial(part.out_BHLV.masked_fill(~sees[..., None], 0.0), part.lse_BHL.masked_fill(~sees, float("-inf")))
+    return Partial(part.out_BHLV.masked_fill(~has_keys[..., None], 0.0), part.lse_BHL.masked_fill(~has_keys, float("-inf")))
 
 
 def _additive(visible_BLS: Tensor | None, like: Tensor) -> Tensor | None:
-    """The mask as the fused kernels take it: added to the scores, in the queries' precision."""
+    """Build the mask that fused kernels add to the scores, in the dtype of the queries."""
     if visible_BLS is None:
         return None
     mask = torch.zeros(visible_BLS.shape, dtype=like.dtype, device=like.device)
@@ -184,7 +207,10 @@ def _additive(visible_BLS: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 class CpuFlash:
-    """torch's flash kernel for the CPU. Few key/value heads need no expanding; its log-sum-exp is that of the inputs' precision."""
+    """PyTorch's flash kernel for CPUs; supports fewer key/value heads than query heads.
+
+    Its log-sum-exp has the dtype of the inputs.
+    """
 
     def forward(self, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, seen: Seen, scores: Scores) -> Partial:
         mask = _additive(seen.visible_BLS, q_BHLE)
@@ -214,7 +240,10 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """FlashAttention-2 on CUDA: half precision, no mask; few key/value heads need no expanding."""
+    """FlashAttention-2 on CUDA, in half precision and without masks.
+
+    It supports fewer key/value heads than query heads.
+    """
 
     def forward(self, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, seen: Seen, scores: Scores) -> Partial:
         assert seen.visible_BLS is None
@@ -226,7 +255,8 @@ class CudaFlash:
     def backward(
         self, d_out_BHLV: Tensor, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, whole: Partial, seen: Seen, scores: Scores
     ) -> Gradients:
-        # Nothing is dropped, so the random state is never read; the kernel wants tensors in its place.
+        # Without dropout the random state is never read, but the kernel requires tensors for
+        # it.
         unread = torch.zeros(2, dtype=torch.uint64, device=q_BHLE.device)
         return Gradients(
             *_aten._scaled_dot_product_flash_attention_backward(
@@ -250,16 +280,21 @@ class CudaFlash:
 
 
 _LSE_ALIGNMENT = 32
-"""The efficient kernel wants log-sum-exps in rows of a multiple of this, filled up with +inf: exp(score - lse) is then 0."""
+"""The efficient kernel takes log-sum-exps in rows of a multiple of this, padded with +inf:
+exp(score - lse) is then 0."""
 _BIAS_ALIGNMENT = 16
-"""Elements to which the rows of a mask must be aligned for the same kernel."""
+"""Elements to which that kernel requires the rows of a mask to be aligned."""
 
 
 class CudaEfficient:
-    """The memory-efficient kernel on CUDA: single precision and masks. It wants a key/value head for every query head."""
+    """The memory-efficient kernel on CUDA: single precision and masks.
+
+    It requires a key/value head for every query head.
+    """
 
     def forward(self, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, seen: Seen, scores: Scores) -> Partial:
-        k_BHSE, v_BHSV = self._expand(k_BKSE, q_BHLE), self._expand(v_BKSV, q_BHLE)
+        k_BHSE = self._expand(k_BKSE, q_BHLE)
+        v_BHSV = self._expand(v_BKSV, q_BHLE)
         bias = self._bias(seen.visible_BLS, q_BHLE)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             q_BHLE, k_BHSE, v_BHSV, bias, True, 0.0, seen.causal, scale=scores.scale
@@ -269,7 +304,8 @@ class CudaEfficient:
     def backward(
         self, d_out_BHLV: Tensor, q_BHLE: Tensor, k_BKSE: Tensor, v_BKSV: Tensor, whole: Partial, seen: Seen, scores: Scores
     ) -> Gradients:
-        k_BHSE, v_BHSV = self._expand(k_BKSE, q_BHLE), self._expand(v_BKSV, q_BHLE)
+        k_BHSE = self._expand(k_BKSE, q_BHLE)
+        v_BHSV = self._expand(v_BKSV, q_BHLE)
         lse = F.pad(whole.lse_BHL, (0, -q_BHLE.shape[2] % _LSE_ALIGNMENT), value=float("inf"))
         unread = torch.zeros((), dtype=torch.int64, device=q_BHLE.device)
         d_q, d_k, d_v, _ = _aten._scaled_dot_product_efficient_attention_backward(

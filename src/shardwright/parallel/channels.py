@@ -1,8 +1,9 @@
-"""Messages between the ranks of a pipeline: posted, awaited and sent in the order of a schedule's transfers.
+"""Point-to-point messages between pipeline ranks, in the order of a schedule's transfers.
 
-Each direction of a pair of ranks is a channel. Messages to higher ranks go through one process group, those to lower ranks through
-another: NCCL runs the messages of a pair and group one after another on one stream, and a send must not wait there behind a
-receive that is waiting for an answer to it.
+Each direction of a pair of ranks is a channel. Messages to higher ranks go through one process
+group, those to lower ranks through another: NCCL runs the messages of a pair and group one
+after another on one stream, and a send must not queue there behind a receive whose message
+depends on that send.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from shardwright.parallel.waiting import waiting
 from shardwright.schedule import Action, Transfer
 
 _downward: dict[tuple[dist.ProcessGroup | None, Ranks], dist.ProcessGroup] = {}
-"""The second group of a pipeline's ranks, by world and ranks; like a mesh's groups they stay until the process ends."""
+"""Second process group of each pipeline, by world and ranks.
+
+Like a mesh's groups they exist until the process ends.
+"""
 
 
 class Channels:
-    """This rank's ends of its channels. Nothing is left in them after `finish`."""
+    """This rank's ends of its channels. Nothing is pending after `finish`."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        """Every rank of the world calls this: it makes groups."""
+        """Create the process groups; every rank of the world calls this."""
         self._device = device
         self._ranks = mesh.grid.group_of(mesh.rank, ["pp"])
         self._here = mesh.coordinates["pp"]
@@ -40,7 +44,7 @@ class Channels:
         self._going: dict[Action, tuple[Tensor, dist.Work]] = {}
 
     def post(self, transfer: Transfer, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Be ready for a message of this shape."""
+        """Post the receive of a message of this shape."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         work = None
         if buffer.numel():  # a message without elements is not sent
@@ -48,34 +52,35 @@ class Channels:
         self._coming[transfer] = buffer, work
 
     def take(self, transfer: Transfer) -> Tensor:
-        """The message, once it is here."""
+        """Wait for a message and return it."""
         buffer, work = self._coming.pop(transfer)
         if work is not None:
             with waiting("pipeline"):
                 work.wait()
         if transfer.carries_gradient:
-            # It answers what was sent forward, which has therefore arrived; gloo says so only to those who wait.
+            # This gradient answers the forward message, which has therefore arrived; gloo
+            # reports that only to a waiter.
             self._release(Action("F", transfer.action.stage - 1, transfer.action.micro_batch))
         return buffer
 
     def send(self, transfer: Transfer, tensor: Tensor) -> None:
-        """Let a message go; nobody waits for it."""
+        """Send a message without waiting for it."""
         tensor = tensor.contiguous()
         if tensor.numel():
             work = dist.isend(tensor, self._ranks[transfer.receiver], self._group(transfer), transfer.number)
             assert work is not None
-            # What is sent must stay as it is until it has gone.
-            self._going = {action: (kept, sent) for action, (kept, sent) in self._going.items() if not sent.is_completed()}
+            # A buffer must stay unchanged until its send has completed.
+            self._going = {action: (buffer, send) for action, (buffer, send) in self._going.items() if not send.is_completed()}
             self._going[transfer.action] = tensor, work
 
     def finish(self) -> None:
-        """Wait until all that was sent has gone."""
-        assert not self._coming, "every message that was posted for has been taken"
+        """Wait until all sends have completed."""
+        assert not self._coming, "a receive was posted whose message was never read"
         for action in list(self._going):
             self._release(action)
 
     def _release(self, action: Action) -> None:
-        """Let go of what was sent, once it has gone."""
+        """Wait for a send and release its buffer."""
         if action in self._going:
             with waiting("pipeline"):
                 self._going.pop(action)[1].wait()

@@ -1,19 +1,23 @@
-"""Collectives that gradients go through, each over one process group. `None` for a group means one rank: nothing is done.
+"""Collectives with gradients, each over one process group; no-ops if the group is None.
 
-    function        forward          backward         called in the papers
-    copy_to_all     identity         all-reduce       f       (Shoeybi et al. 2019, figure 3; Korthikanti et al. 2022, figure 4)
+    function        forward          backward         name in the papers
+    copy_to_all     identity         all-reduce       f       (Shoeybi et al. 2019, figure 3;
+                                                              Korthikanti et al. 2022, figure 4)
     sum_over        all-reduce       identity         g       (2019), f-bar (2022)
     gather          all-gather       reduce-scatter   g       (2022, figure 5)
     scatter_sum     reduce-scatter   all-gather       g-bar   (2022)
-    gather_copies   all-gather       own slice        -       every rank goes on alike, so their gradients are copies
-    take_slice      own slice        all-gather       -       its opposite
-    sum_shared      all-reduce       all-reduce       -       every rank goes on differently: a statistic over a cut width
+    gather_copies   all-gather       own slice        -       all ranks then compute the same
+    take_slice      own slice        all-gather       -       the inverse of gather_copies
+    sum_shared      all-reduce       all-reduce       -       ranks then compute their own: a
+                                                              statistic over a sharded width
 
-Which one is right depends on what the ranks do with the result, not on what it looks like: where every rank computes the same
-from it, gradients are copies and must not be summed; where each computes its share, gradients are shares and must be. All
-collectives keep the dtype. Slices are equal: a dimension that is cut is a multiple of the group's size (`placement.check`).
+The right one depends on how the ranks use the result: where every rank computes the same from
+it, gradients are copies and must not be summed; where each computes its share, gradients are
+partial and must be summed. All collectives keep the dtype. Slices are equal: a sharded
+dimension is a multiple of the group's size (`placement.check`).
 
-Source: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.
+Source: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing
+Activation Recomputation, section 4.2.
 """
 
 from __future__ import annotations
@@ -33,53 +37,55 @@ _Move = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
 
 
 def copy_to_all(x: Tensor, group: Group) -> Tensor:
-    """The same tensor, used by every rank for its share of what follows: the gradients of the shares are summed."""
+    """Return the same tensor, of which every rank uses a different part; gradients are summed."""
     return _apply(x, group, 0, _keep, _all_reduce)
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' shares, with which every rank goes on alike."""
+    """Sum the ranks' partial results; every rank then computes the same with the sum."""
     return _apply(x, group, 0, _all_reduce, _keep)
 
 
 def sum_shared(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' shares, which every rank uses for a share of its own: forward and backward are sums."""
+    """Sum the ranks' partial results, which ranks use differently; gradients are summed too."""
     return _apply(x, group, 0, _all_reduce, _all_reduce)
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The ranks' slices along `dim` one after another, used by every rank for its share of what follows."""
+    """Concatenate the ranks' slices along `dim`; each rank uses a different part of the result."""
     return _apply(x, group, dim, _all_gather, _reduce_scatter)
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's slice along `dim` of the sum of the ranks' shares."""
+    """Sum the ranks' partial results and return this rank's slice along `dim`."""
     return _apply(x, group, dim, _reduce_scatter, _all_gather)
 
 
 def gather_copies(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The ranks' slices along `dim` one after another, with which every rank goes on alike."""
+    """Concatenate the ranks' slices along `dim`; every rank computes the same with the result."""
     return _apply(x, group, dim, _all_gather, _slice)
 
 
 def take_slice(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's slice along `dim` of a tensor that every rank holds alike; its gradient is the ranks' slices together."""
+    """Return this rank's slice along `dim` of a replicated tensor; gradients are all-gathered."""
     return _apply(x, group, dim, _slice, _all_gather)
 
 
 def _apply(x: Tensor, group: Group, dim: int, forward: _Move, backward: _Move) -> Tensor:
     if group is None or group.size() == 1:
         return x
-    moved: Tensor = _Moved.apply(x, group, dim % x.ndim if x.ndim else 0, forward, backward)
-    return moved
+    output: Tensor = _Moved.apply(x, group, dim % x.ndim if x.ndim else 0, forward, backward)
+    return output
 
 
 class _Moved(torch.autograd.Function):
-    """One collective on the way forward, its transpose on the way back."""
+    """One collective in the forward pass and its transpose in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, forward: _Move, backward: _Move) -> Tensor:
-        ctx.group, ctx.dim, ctx.backward_move = group, dim, backward
+        ctx.group = group
+        ctx.dim = dim
+        ctx.backward_move = backward
         return forward(x, group, dim)
 
     @staticmethod
@@ -88,11 +94,12 @@ class _Moved(torch.autograd.Function):
 
 
 def _keep(x: Tensor, _group: dist.ProcessGroup, _dim: int) -> Tensor:
-    return x.view_as(x)  # autograd wants an output that is not its input
+    return x.view_as(x)  # autograd requires an output that is not the input itself
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
-    # Never in place: the operand may be another operation's saved tensor, or a gradient that is added elsewhere too.
+    # Never in place: the operand may be another operation's saved tensor, or a gradient that is
+    # also added elsewhere.
     summed = x.clone(memory_format=torch.contiguous_format)
     with waiting(group):
         dist.all_reduce(summed, group=group)
@@ -100,7 +107,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup, _dim: int) -> Tensor:
 
 
 def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, `[R, *x.shape]`; no gradient passes."""
+    """Gather the ranks' tensors, `[R, *x.shape]`, without a gradient."""
     stacked = x.new_empty((group.size(), *x.shape))
     with waiting(group):
         all_gather_single(stacked.flatten(0, 1), x.contiguous(), group=group)
@@ -108,7 +115,8 @@ def stack(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return stack(x, group).movedim(0, dim).flatten(dim, dim + 1)  # no copy where the dimensions before `dim` are of size 1
+    # No copy if the dimensions before `dim` are of size 1.
+    return stack(x, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -121,5 +129,5 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     length = x.shape[dim] // group.size()
-    # A copy: a view would keep the whole alive.
+    # A copy, because a view would keep the whole tensor alive.
     return x.narrow(dim, dist.get_rank(group) * length, length).clone(memory_format=torch.contiguous_format)

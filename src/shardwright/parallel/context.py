@@ -1,6 +1,7 @@
-"""Context parallelism: what the decoder asks of the other ranks that hold tokens of the same row.
+"""Context parallelism: attention of local queries over tokens that other ranks hold.
 
-Legend: B sequences, T tokens of the row, H query heads, K key/value heads, L tokens of this rank, E head_dim.
+Legend: B sequences, T tokens of the row, H query heads, K key/value heads, L tokens of this
+rank, E head_dim.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def context_cut(shape: ModelShape, layout: Layout, mesh: Mesh | None, sequence_length: int) -> ContextParallel | None:
-    """The cut of a row over the ranks of `cp`; None where one rank has all of it. Says which method, and why.
+    """Build the context parallelism of a layout; None if one rank has whole rows.
+
+    Logs the method and the reason for it.
 
     Raises:
-        LayoutError: heads or tokens that do not divide.
+        LayoutError: the degree does not divide heads or tokens.
     """
     group = None if mesh is None or layout.cp == 1 else mesh.group("cp")
     if mesh is None or group is None:
@@ -50,21 +53,29 @@ def context_cut(shape: ModelShape, layout: Layout, mesh: Mesh | None, sequence_l
 
 
 class ContextParallel:
-    """Keeps `model.cuts.ContextCut` by one of three methods, for any mask, soft cap, sink and dropout that the model has."""
+    """`model.cuts.ContextCut` by one of three methods.
+
+    Supports every mask, soft cap, sink and dropout of the model.
+    """
 
     def __init__(
         self, layout: Layout, method: ContextMethod, group: dist.ProcessGroup, *, tensor_rank: int, device_type: str
     ) -> None:
-        self.layout, self.method, self.group, self.tensor_rank = layout, method, group, tensor_rank
-        self.rank, self.degree = dist.get_rank(group), group.size()
-        self.chunks, self.device = chunks_of(method, self.degree), torch.device(device_type)
+        self.layout = layout
+        self.method = method
+        self.group = group
+        self.tensor_rank = tensor_rank
+        self.rank = dist.get_rank(group)
+        self.degree = group.size()
+        self.chunks = chunks_of(method, self.degree)
+        self.device = torch.device(device_type)
         self._rows: WeakKeyDictionary[ForwardContext, Row] = WeakKeyDictionary()
 
     def places(self, num_tokens: int) -> Tensor:
-        """Which places of a row of `num_tokens` this rank has, `[L]`, in its order.
+        """Return this rank's positions in a row of `num_tokens`, in its order, `[L]`.
 
         Raises:
-            LayoutError: a row that does not come apart.
+            LayoutError: the row cannot be split into equal chunks.
         """
         check_row(self.method, self.layout, num_tokens)
         return Row.of(num_tokens, num_chunks(self.method, self.degree), None).places(self.chunks[self.rank], self.device)
@@ -79,16 +90,16 @@ class ContextParallel:
         context: ForwardContext,
         dropout: Dropout | None,
     ) -> Tensor:
-        """Attention of this rank's queries over the whole row, `[B, H, L, E]`."""
+        """Compute attention of this rank's queries over the whole row, `[B, H, L, E]`."""
         if context.cache is not None:
             raise LayoutError(
-                "generation keeps whole rows on a rank",
+                "generation does not support context parallelism",
                 field="layout.cp",
                 got=self.degree,
                 allowed="1",
                 remedy="Generate from a checkpoint of this run without context parallelism",
             )
-        how = RowAttention(
+        settings = RowAttention(
             group=self.group,
             chunks=self.chunks,
             row=self._row_of(context, q_BHLE),
@@ -104,13 +115,13 @@ class ContextParallel:
             explicit=context.explicit,
         )
         if self.method != "ulysses":
-            return attend_row(q_BHLE, k_BKLE, v_BKLE, terms.sinks_H, how)
-        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, how, context)
+            return attend_row(q_BHLE, k_BKLE, v_BKLE, terms.sinks_H, settings)
+        return self._attend_by_heads((q_BHLE, k_BKLE, v_BKLE), terms, settings, context)
 
     def _attend_by_heads(
         self, parts: tuple[Tensor, Tensor, Tensor], terms: AttentionTerms, how: RowAttention, context: ForwardContext
     ) -> Tensor:
-        """Whole rows of this rank's share of the heads: what one rank does alone, between two exchanges."""
+        """Attend over whole rows for this rank's share of the heads, between two all-to-alls."""
         num_heads = parts[0].shape[1] // self.degree
         first = self.rank * num_heads
         scores = replace(how.scores, first_head=how.scores.first_head + first)
@@ -125,10 +136,14 @@ class ContextParallel:
         return to_tokens(attend_row(q_BHTE, k_BKTE, v_BKTE, sinks_H, how), self.group)
 
     def _row_of(self, context: ForwardContext, q_BHLE: Tensor) -> Row:
-        """The rows of a forward pass; made by its first layer, because what documents share is read from the device."""
+        """Return the row chunks of a forward pass.
+
+        Its first layer computes them, because which chunks share documents is read from the
+        device.
+        """
         row = self._rows.get(context)
         if row is None:
-            chunks = 1 if self.method == "ulysses" else num_chunks(self.method, self.degree)
-            row = Row.of(q_BHLE.shape[2] * self.degree, chunks, context.document_ids_BT)
+            num_row_chunks = 1 if self.method == "ulysses" else num_chunks(self.method, self.degree)
+            row = Row.of(q_BHLE.shape[2] * self.degree, num_row_chunks, context.document_ids_BT)
             self._rows[context] = row
         return row

@@ -1,4 +1,4 @@
-"""Process groups of a layout, read off its rank grid."""
+"""Process groups of a layout, derived from its rank grid."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def init_process_group(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the other ranks: gloo for CPU tensors, NCCL for CUDA tensors as well with `device_type` cuda.
+    """Join the other ranks: gloo for CPU tensors, and NCCL for CUDA tensors if on CUDA.
 
-    Without `store` the environment's MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are taken, as torchrun sets them.
+    Without `store`, the environment variables MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are
+    used, as torchrun sets them.
     """
     cuda = device_type == "cuda"
     dist.init_process_group(
@@ -41,17 +42,19 @@ def init_process_group(
 Ranks = tuple[int, ...]
 
 _groups: dict[tuple[dist.ProcessGroup | None, Ranks], dist.ProcessGroup] = {}
-"""Groups by the world they were made in and their ranks: each opens threads and sockets that stay until the process ends."""
+"""Groups by world and ranks. Each opens threads and sockets that exist until the process ends.
+"""
 
 
 class Mesh:
-    """A layout's ranks as this rank sees them: where it sits, and the groups that it talks in.
+    """A layout's ranks, this rank's coordinates and its process groups.
 
-    Groups are made when the mesh is, all of them by all ranks in the same order, which is what torch asks for.
+    All ranks create all groups in the same order when the mesh is built, as PyTorch requires.
     """
 
     def __init__(self, layout: Layout, device_type: str) -> None:
-        self.layout, self.device_type = layout, device_type
+        self.layout = layout
+        self.device_type = device_type
         self.grid = RankGrid(layout)
         self.rank = dist.get_rank()
         self.coordinates = self.grid.coordinates(self.rank)
@@ -59,38 +62,51 @@ class Mesh:
             self.join(self.grid.groups(axes))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one on `axes` only; None where that is nobody else.
+        """Return the ranks that differ from this one on `axes` only; None if it is alone.
 
-        One axis always has a group, and so have (dp_replicate, fsdp) and (dp_replicate, efsdp).
+        Groups exist for every single axis and for (dp_replicate, fsdp) and (dp_replicate,
+        efsdp).
         """
         ranks = self.grid.group_of(self.rank, axes)
         return None if len(ranks) == 1 else _groups[dist.group.WORLD, ranks]
 
     def join(self, groups: Sequence[Ranks]) -> dist.ProcessGroup | None:
-        """The one of `groups` that has this rank; None where that is nobody else. Every rank calls this with the same groups."""
-        mine = None
+        """Create `groups` and return the one with this rank; None if that has no other rank.
+
+        Every rank calls this with the same groups.
+        """
+        own_group = None
         for ranks in groups:
             key = (dist.group.WORLD, ranks)
             if len(ranks) > 1 and key not in _groups:
                 world = dist.group.WORLD if len(ranks) == dist.get_world_size() else None
                 _groups[key] = world or dist.new_group(list(ranks))
             if len(ranks) > 1 and self.rank in ranks:
-                mine = _groups[key]
-        return mine
+                own_group = _groups[key]
+        return own_group
 
     def cuts(self) -> dict[dist.ProcessGroup, str]:
-        """Which cut each group of this rank serves, as `waiting.CUTS` has them; a group over several cuts serves the `world`."""
-        served: dict[dist.ProcessGroup, str] = {}
+        """Map each group of this rank to its parallelism, one of `waiting.CUTS`.
+
+        A group over several kinds of parallelism is mapped to `world`.
+        """
+        parallelism_of_group: dict[dist.ProcessGroup, str] = {}
         for axes in _groupings(self.layout):
             group = self.group(*axes)
-            if group is not None:  # ranks that two groupings share are the narrower one's, which comes first
-                served.setdefault(group, _CUT_OF_AXIS[axes[0]] if len({_CUT_OF_AXIS[axis] for axis in axes}) == 1 else "world")
-        return served
+            # Of two sets of axes with the same ranks the narrower one comes first.
+            if group is not None:
+                parallelism_of_group.setdefault(
+                    group, _CUT_OF_AXIS[axes[0]] if len({_CUT_OF_AXIS[axis] for axis in axes}) == 1 else "world"
+                )
+        return parallelism_of_group
 
     def device_mesh(self, shard_axis: str) -> DeviceMesh:
-        """What FSDP2 wants: ZeRO's axis (`fsdp`, or `efsdp` for experts), after `dp_replicate` where there are replicas."""
+        """Build the mesh for FSDP2: ZeRO's axis, after `dp_replicate` if there are replicas.
+
+        ZeRO's axis is `fsdp`, or `efsdp` for experts.
+        """
         axes = ("dp_replicate", shard_axis) if self.layout.dp_replicate > 1 else (shard_axis,)
-        # A group of one rank is a group nevertheless to FSDP2.
+        # FSDP2 needs a process group for an axis of one rank too.
         groups = [self.group(axis) or self.join_alone() for axis in axes]
         ranks = torch.tensor(self.grid.group_of(self.rank, axes)).view([self.layout.degree(axis) for axis in axes])
         if len(axes) == 1:
@@ -98,7 +114,7 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=axes)
 
     def join_alone(self) -> dist.ProcessGroup:
-        """A group of this rank only. Every rank calls this at the same point."""
+        """Return a group of this rank only. Every rank calls this at the same point."""
         for rank in range(dist.get_world_size()):
             key = (dist.group.WORLD, (rank,))
             if key not in _groups:
@@ -106,14 +122,14 @@ class Mesh:
         return _groups[dist.group.WORLD, (self.rank,)]
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
-        """`tensor` summed in place over the ranks of the named axes; itself when they hold this rank only."""
+        """Sum `tensor` in place over the ranks of the named axes."""
         for group in self._fewest_groups(axes):
             with waiting(group):
                 dist.all_reduce(tensor, group=group)
         return tensor
 
     def _fewest_groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
-        """Groups whose sums, one after another, are the sum over `axes`."""
+        """List groups such that summing over one after another is the sum over `axes`."""
         several = [axis for axis in axes if self.layout.degree(axis) > 1]
         ranks = self.grid.group_of(self.rank, several)
         if len(ranks) == 1:
@@ -130,7 +146,7 @@ _CUT_OF_AXIS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert
 
 
 def _groupings(layout: Layout) -> list[tuple[str, ...]]:
-    """Axes, alone and together, that something is exchanged over."""
+    """List the sets of axes over which anything is exchanged."""
     singles: list[tuple[str, ...]] = [(axis,) for axis in (*AXES, "fsdp", *EXPERT_AXES) if layout.degree(axis) > 1]
     together = [("dp_replicate", "fsdp"), ("dp_replicate", "efsdp"), ("dp_replicate", *FSDP_AXES[1:]), AXES]
     return singles + together
@@ -140,16 +156,16 @@ _meshes: dict[tuple[dist.ProcessGroup | None, str, Layout], Mesh] = {}
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh | None:
-    """The mesh of a layout; None for a single rank, which needs no process group at all.
+    """Build the mesh of a layout; None for a single rank, which needs no process group.
 
     Raises:
-        LayoutError: the layout takes another number of ranks than run.
+        LayoutError: the layout's world size is not the number of running ranks.
     """
     if layout.world_size == 1:
         return None
     running = dist.get_world_size()
     if layout.world_size != running:
-        raise LayoutError(f"the layout takes {layout.world_size} ranks, but {running} run", field="layout", got=str(layout))
+        raise LayoutError(f"the layout needs {layout.world_size} ranks, but {running} are running", field="layout", got=str(layout))
     key = (dist.group.WORLD, device_type, layout)
     if key not in _meshes:
         _meshes[key] = Mesh(layout, device_type)
@@ -157,5 +173,5 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh | None:
 
 
 def sum_over(tensor: Tensor, axes: Sequence[str], mesh: Mesh | None) -> Tensor:
-    """`tensor` summed in place over the ranks of the named axes; itself without a mesh."""
+    """Sum `tensor` in place over the ranks of the named axes; unchanged without a mesh."""
     return tensor if mesh is None else mesh.sum_over(tensor, axes)

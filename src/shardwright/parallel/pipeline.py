@@ -1,9 +1,10 @@
-"""Pipeline parallelism: one rank walks its row of a schedule.
+"""Pipeline parallelism: execution of one rank's row of a schedule.
 
-Every rank of a pipeline reads the same micro-batches: ids, labels, positions, documents and dropout keys are there where they are
-needed, and only hidden states and their gradients travel. Their shapes are those of the micro-batch at hand, so they may change
-from one micro-batch to the next; nothing is kept from step to step. Receives and sends are posted as `schedule.plan_steps` says,
-which `schedule.check` proves free of deadlock.
+Every rank of a pipeline reads the same micro-batches: ids, labels, positions, documents and
+dropout keys are present where they are needed, and only hidden states and their gradients are
+sent. Their shapes are those of the current micro-batch and may change from one micro-batch to
+the next; nothing is stored between steps. Receives and sends are posted as
+`schedule.plan_steps` orders them, which `schedule.check` proves free of deadlock.
 
 Why not torch.distributed.pipelining: docs/decisions/0031-pipeline-executor.md.
 
@@ -29,18 +30,20 @@ from shardwright.parallel.mesh import Mesh
 from shardwright.schedule import Action, Schedule, Step, forward_only, load_schedule, plan_steps, splits_backward
 
 Arguments = Callable[[MicroBatch], Mapping[str, Any]]
-"""What a decoder is called with for a micro-batch, by name."""
+"""Returns the decoder's keyword arguments for a micro-batch."""
 Mark = Callable[[str], None]
-"""Told what went on since the last mark: forward, backward, waiting or reduction."""
+"""Called with the phase since the last call: forward, backward, waiting or reduction."""
 Observer = Callable[[Action, float, float], None]
-"""Told of an action when it began to compute and when it had done, in seconds of this process's clock."""
+"""Called with an action and the times at which its computation began and ended, in seconds of
+this process's clock."""
 
 
 class StageRoot(nn.Module):
-    """The outermost module of a sharded pipeline rank: calls its decoder or, given nothing to compute, gives that back.
+    """Outermost module of a sharded pipeline rank: calls its decoder or returns `nothing`.
 
-    FSDP2 reduces gradients where a backward pass through its outermost module ends. W makes gradients outside any; a backward pass
-    through `nothing` has FSDP2 take up what lies there.
+    FSDP2 reduces gradients where a backward pass through its outermost module ends. W computes
+    gradients outside of any such pass; a backward pass through `nothing` makes FSDP2 process
+    the gradients that exist.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -55,17 +58,18 @@ class StageRoot(nn.Module):
 
 
 class Kept(NamedTuple):
-    """What lies between a stage's F and its backward: the leaf it began with, and its output or loss."""
+    """Tensors stored between a stage's F and its backward: input leaf, and output or loss."""
 
     hidden_BSD: Tensor | None
     output: Tensor
 
 
 class Pipeline:
-    """This rank's stages, and how they run.
+    """This rank's stages and their execution.
 
     Attributes:
-        observe: gets the times of every action, for measurements on a CPU; None costs nothing.
+        observe: receives the times of every action, for measurements on a CPU; None costs
+            nothing.
     """
 
     def __init__(
@@ -79,14 +83,20 @@ class Pipeline:
         *,
         set_reduces: Callable[[bool], None] | None,
     ) -> None:
-        """
+        """Build the executor of this rank's stages; every rank of the world calls this.
+
         Args:
-            module: what to call: the decoder, or its `StageRoot` where it is sharded.
-            stages: of the whole pipeline.
-            set_reduces: says whether FSDP2 reduces gradients at the end of the next backward passes; None where it does not shard.
+            module: module to call: the decoder, or its `StageRoot` if FSDP2 shards it.
+            stages: all stages of the pipeline.
+            set_reduces: sets whether FSDP2 reduces gradients at the end of the next backward
+                passes; None without FSDP2.
         """
-        self.module, self.decoder, self.stages = module, decoder, tuple(stages)
-        self.layout, self.device, self.set_reduces = layout, device, set_reduces
+        self.module = module
+        self.decoder = decoder
+        self.stages = tuple(stages)
+        self.layout = layout
+        self.device = device
+        self.set_reduces = set_reduces
         self.rank = mesh.coordinates["pp"]
         self.channels = Channels(mesh, device)
         self.deferral = WeightGradients()
@@ -94,53 +104,60 @@ class Pipeline:
         self._planned: dict[int, tuple[Step, ...]] = {}
         self.splits_backward = splits_backward(layout.schedule)
         if self.splits_backward:
-            for found in decoder.modules():
-                if isinstance(found, Linear):
-                    found.deferral = self.deferral
+            for submodule in decoder.modules():
+                if isinstance(submodule, Linear):
+                    submodule.deferral = self.deferral
 
     def schedule(self, num_micro_batches: int) -> Schedule:
-        """The schedule of a training step.
+        """Load the schedule of a training step.
 
         Raises:
-            ScheduleError: it does not take as many micro-batches.
+            ScheduleError: it does not support this number of micro-batches.
         """
         return load_schedule(self.layout.schedule, self.layout.pp, num_micro_batches, self.layout.virtual_stages)
 
     def differentiate(self, micro_batches: Sequence[MicroBatch], arguments: Arguments, scale: Tensor, mark: Mark) -> Tensor:
-        """Forward and backward of a step; the sum of the losses where this rank has the head, else zero.
+        """Run forward and backward of a step.
 
         Args:
-            scale: the gradient of the loss.
+            scale: gradient of the loss.
+
+        Returns:
+            Sum of the losses if this rank has the head, else zero.
         """
-        number = len(micro_batches)
-        if number not in self._planned:
-            self._planned[number] = plan_steps(self.schedule(number))[self.rank]
-        return _Walk(self, micro_batches, arguments, mark, scale).run(self._planned[number])
+        num_micro_batches = len(micro_batches)
+        if num_micro_batches not in self._planned:
+            self._planned[num_micro_batches] = plan_steps(self.schedule(num_micro_batches))[self.rank]
+        return _Walk(self, micro_batches, arguments, mark, scale).run(self._planned[num_micro_batches])
 
     @torch.no_grad()
     def losses(self, micro_batches: Sequence[MicroBatch], arguments: Arguments) -> Tensor:
-        """The sum of the losses where this rank has the head, else zero; forwards alone."""
+        """Run forward passes only.
+
+        Returns:
+            Sum of the losses if this rank has the head, else zero.
+        """
         schedule = forward_only([stage.rank for stage in self.stages], len(micro_batches))
         return _Walk(self, micro_batches, arguments, lambda _part: None, None).run(plan_steps(schedule)[self.rank])
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Shape of a stage's input on this rank, `[B, S, D]`."""
+        """Return the shape of a stage's input on this rank, `[B, S, D]`."""
         num_rows, num_tokens = batch.input_ids_BT.shape
-        cuts = self.decoder.cuts
-        if cuts.context is not None:
-            num_tokens = len(cuts.context.places(num_tokens))
-        if cuts.tensor is not None and cuts.tensor.sequence_parallel:
-            num_tokens //= cuts.tensor.degree
+        parallelism = self.decoder.cuts
+        if parallelism.context is not None:
+            num_tokens = len(parallelism.context.places(num_tokens))
+        if parallelism.tensor is not None and parallelism.tensor.sequence_parallel:
+            num_tokens //= parallelism.tensor.degree
         return num_rows, num_tokens, self.decoder.shape.hidden_size
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Precision of hidden states and of their gradients."""
+        """Dtype of hidden states and of their gradients."""
         return self.decoder.compute_dtype or next(self.decoder.parameters()).dtype
 
 
 class _Walk:
-    """One step of one rank; what lies between its actions."""
+    """State of one step on one rank, between its actions."""
 
     def __init__(
         self,
@@ -150,39 +167,43 @@ class _Walk:
         mark: Mark,
         scale: Tensor | None,
     ) -> None:
-        self.pipeline, self.micro_batches, self.arguments = pipeline, micro_batches, arguments
-        self.mark, self.scale = mark, scale
+        self.pipeline = pipeline
+        self.micro_batches = micro_batches
+        self.arguments = arguments
+        self.mark = mark
+        self.scale = scale
         self.kept: dict[tuple[int, int], Kept] = {}
         self.handed: dict[tuple[bool, int, int], Tensor] = {}
-        """From one of this rank's stages to another: (is it a hidden state, the stage that takes it, micro-batch)."""
+        """Tensors between this rank's stages, by (is a hidden state, receiver, micro-batch)."""
         self.products: dict[tuple[int, int], list[Product]] = {}
         self.loss_sum: Tensor | None = None
 
     def run(self, steps: Sequence[Step]) -> Tensor:
-        """Walk a row; returns the sum of the losses computed here."""
-        channels, observe = self.pipeline.channels, self.pipeline.observe
-        last_backward = max((place for place, step in enumerate(steps) if step.action.kind != "F"), default=-1)
-        for place, step in enumerate(steps):
+        """Execute a row of the schedule; return the sum of the losses computed on this rank."""
+        channels = self.pipeline.channels
+        observer = self.pipeline.observe
+        last_backward = max((index for index, step in enumerate(steps) if step.action.kind != "F"), default=-1)
+        for index, step in enumerate(steps):
             for transfer in step.posts:
                 shape = self.pipeline.hidden_shape(self.micro_batches[transfer.action.micro_batch])
                 channels.post(transfer, shape, self.pipeline.hidden_dtype)
             received = self._receive(step)
             self.mark("waiting")
-            began = perf_counter()
-            made = self._compute(step.action, received, ends=place == last_backward)
-            if observe is not None:
-                observe(step.action, began, perf_counter())
+            start = perf_counter()
+            output = self._compute(step.action, received, ends=index == last_backward)
+            if observer is not None:
+                observer(step.action, start, perf_counter())
             self.mark("forward" if step.action.kind == "F" else "backward")
             if step.sends is not None:
-                assert made is not None
-                channels.send(step.sends, made)
-            elif made is not None:
-                forward = step.action.kind == "F"
-                self.handed[forward, step.action.stage + (1 if forward else -1), step.action.micro_batch] = made
+                assert output is not None
+                channels.send(step.sends, output)
+            elif output is not None:
+                is_forward = step.action.kind == "F"
+                self.handed[is_forward, step.action.stage + (1 if is_forward else -1), step.action.micro_batch] = output
         channels.finish()
         self.mark("waiting")
-        left = [*self.kept, *self.handed, *self.products]
-        assert not left, f"a schedule that was checked leaves nothing: {left}"
+        remaining = [*self.kept, *self.handed, *self.products]
+        assert not remaining, f"tensors remain after a checked schedule: {remaining}"
         if self.loss_sum is None:
             return torch.zeros((), dtype=torch.float64, device=self.pipeline.device)
         return self.loss_sum
@@ -194,24 +215,29 @@ class _Walk:
         return self.handed.pop((action.kind == "F", action.stage, action.micro_batch), None)
 
     def _compute(self, action: Action, received: Tensor | None, *, ends: bool) -> Tensor | None:
-        """What the next stage (after F) or the one before (after B and I) waits for; None where there is none."""
+        """Run an action.
+
+        Returns:
+            Tensor for the next stage (after F) or the previous one (after B and I), if any.
+        """
         if action.kind == "F":
             return self._forward(action, received)
-        # Stages 2 and 3 reduce every micro-batch; I leaves half of its gradients to W, after which both are reduced.
-        reduces = ends or (action.kind != "I" and self.pipeline.layout.zero_stage >= 2)
-        splits = self.pipeline.splits_backward
-        self._set_reduces(reduces and not splits)
+        # ZeRO stages 2 and 3 reduce after every micro-batch. I leaves part of its gradients to
+        # W, after which both parts are reduced.
+        should_reduce = ends or (action.kind != "I" and self.pipeline.layout.zero_stage >= 2)
+        is_split = self.pipeline.splits_backward
+        self._set_reduces(should_reduce and not is_split)
         if action.kind == "W":
             for product in self.products.pop((action.stage, action.micro_batch)):
                 product.add()
             self._take_up()
-            made = None
+            output = None
         else:
-            made = self._backward(action, received)
-        if reduces and splits:
+            output = self._backward(action, received)
+        if should_reduce and is_split:
             self._set_reduces(True)
             self._take_up()
-        return made
+        return output
 
     def _forward(self, action: Action, hidden_BSD: Tensor | None) -> Tensor | None:
         stage = self.pipeline.stages[action.stage]
@@ -229,14 +255,14 @@ class _Walk:
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         assert self.scale is not None
-        where = action.stage, action.micro_batch
-        hidden_BSD, output = self.kept.pop(where)
+        key = action.stage, action.micro_batch
+        hidden_BSD, output = self.kept.pop(key)
         if gradient is None:
             gradient = self.scale.to(output.dtype)
         if action.kind == "I":
             with self.pipeline.deferral.deferring() as products:
                 self._differentiate(output, gradient)
-            self.products[where] = products
+            self.products[key] = products
         else:
             self._differentiate(output, gradient)
         if hidden_BSD is None:
@@ -245,7 +271,7 @@ class _Walk:
 
     @staticmethod
     def _differentiate(output: Tensor, gradient: Tensor) -> None:
-        if output.requires_grad:  # a first stage may be frozen altogether
+        if output.requires_grad:  # a first stage may be entirely frozen
             output.backward(gradient)
 
     def _set_reduces(self, reduces: bool) -> None:
@@ -253,10 +279,10 @@ class _Walk:
             self.pipeline.set_reduces(reduces)
 
     def _take_up(self) -> None:
-        """Have FSDP2 look at all gradients that lie here: reduce them if it is to, else widen them to the precision of its sums.
+        """Make FSDP2 reduce the existing gradients or, without sync, cast them to its dtype.
 
-        Where a backward is split it must widen before it reduces: what I made has been widened when W comes, and one reduction
-        takes gradients of one dtype.
+        Under a split backward pass the cast must come first: gradients that I computed are cast
+        before W runs, and one reduction takes gradients of one dtype.
         """
         if self.pipeline.set_reduces is not None:
             self.pipeline.module(nothing=torch.zeros((), requires_grad=True, device=self.pipeline.device)).backward()

@@ -1,7 +1,9 @@
-"""Sums of gradients that the wrappers (DDP, FSDP2) do not make: read off the descriptors, made after the last backward pass.
+"""Gradient reductions that DDP and FSDP2 do not make, after the last backward pass.
 
-They are those of parameters that are whole on tensor-parallel ranks which see different tokens or heads, of key-value heads that
-several of these ranks hold, of tied embeddings on several pipeline stages, and, where no wrapper runs at all, of everything.
+They follow from the parameters' descriptors: parameters that are replicated over
+tensor-parallel ranks which see different tokens or heads, key-value heads that several of these
+ranks hold, tied embeddings on several pipeline stages and, where no wrapper runs, every
+parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from shardwright.parallel.waiting import waiting
 
 @dataclass(frozen=True)
 class PendingSum:
-    """`boxes` (start, length per dimension) of a parameter's local gradient are summed over `group`."""
+    """Reduction of a parameter's local gradient over `group`, limited to `boxes`.
+
+    A box is (start, length) per dimension.
+    """
 
     name: str
     boxes: tuple[Bounds, ...]
@@ -30,43 +35,46 @@ class PendingSum:
 def pending_sums(
     layouts: Mapping[str, ParameterLayout], mesh: Mesh, *, wrapped: bool, apart: Collection[str] = ()
 ) -> list[PendingSum]:
-    """What is left to sum on this rank. Every rank calls this with the descriptors of the whole model: it makes groups.
+    """List the reductions that remain on this rank.
+
+    Every rank calls this with the descriptors of the whole model, because it creates groups.
 
     Args:
-        wrapped: a wrapper sums over the data axes,
-        apart: but for these parameters.
+        wrapped: True if a wrapper reduces over the data axes.
+        apart: names of parameters that the wrapper leaves out.
     """
-    sums = []
+    reductions = []
     for name, layout in layouts.items():
-        mine = held(layout, mesh.layout, mesh.coordinates)
-        done = (*DATA_AXES, "fsdp", "efsdp") if wrapped and name not in apart else ()
-        for axes in _together([axis for axis in layout.sum_axes if axis not in done and axis != "pp"]):
+        boxes = held(layout, mesh.layout, mesh.coordinates)
+        reduced_axes = (*DATA_AXES, "fsdp", "efsdp") if wrapped and name not in apart else ()
+        for axes in _together([axis for axis in layout.sum_axes if axis not in reduced_axes and axis != "pp"]):
             group = mesh.group(*axes)
-            if group is not None and mine:
-                sums.append(PendingSum(name, tuple(box.local for box in mine), group))
+            if group is not None and boxes:
+                reductions.append(PendingSum(name, tuple(box.local for box in boxes), group))
         if len(layout.stages) > 1:
             group = mesh.join([tuple(ranks[stage] for stage in layout.stages) for ranks in mesh.grid.groups(["pp"])])
-            if mine:
+            if boxes:
                 assert group is not None
-                sums.append(PendingSum(name, tuple(box.local for box in mine), group))
+                reductions.append(PendingSum(name, tuple(box.local for box in boxes), group))
         for copies in _copies(layout, mesh):
             group = mesh.join(mesh.grid.parts("tp", copies))
-            shared = tuple(box.local for box in mine if box.copies == copies)
-            if mine:
+            shared = tuple(box.local for box in boxes if box.copies == copies)
+            if boxes:
                 assert group is not None
-                # Boxes that ZeRO leaves this rank may be none of the shared ones; its neighbours in the group agree.
-                sums.append(PendingSum(name, shared, group))
-    return sums
+                # ZeRO may leave this rank none of the shared boxes; then the same is true of
+                # its whole group.
+                reductions.append(PendingSum(name, shared, group))
+    return reductions
 
 
 def _together(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Data axes in one sum, others each in its own."""
+    """Split axes into reductions: all data axes in one, each other axis in its own."""
     data = tuple(axis for axis in axes if axis in (*DATA_AXES, "efsdp"))
     return ([data] if data else []) + [(axis,) for axis in axes if axis not in data]
 
 
 def _copies(layout: ParameterLayout, mesh: Mesh) -> list[int]:
-    """How many neighbours share a piece, for the sections with fewer pieces than ranks."""
+    """Return how many neighbours share a piece, for sections with fewer pieces than ranks."""
     return sorted(
         {
             mesh.layout.degree(shard.axis) // section.pieces
@@ -78,21 +86,24 @@ def _copies(layout: ParameterLayout, mesh: Mesh) -> list[int]:
 
 
 def make_sums(sums: Iterable[PendingSum], gradients: Mapping[str, Tensor], *, bucket_size_bytes: int) -> None:
-    """Sum local gradients in place, group by group, in buckets. Every rank of a group has the same tensors in the same order."""
+    """Reduce local gradients in place, group by group, in buckets.
+
+    Every rank of a group passes the same tensors in the same order.
+    """
     by_kind: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
     for pending in sums:
         gradient = gradients[pending.name]
         parts = by_kind.setdefault((pending.group, gradient.dtype), [])
         parts += [narrow(gradient, box) for box in pending.boxes]
-    # Sums over one group must be done before those over another begin, where a tensor is in both; they run in the same order
-    # on every rank, because descriptors come in the model's order.
+    # A tensor may be reduced over several groups, one after another. The order is the same on
+    # every rank, because descriptors come in the model's order.
     for (group, _), parts in by_kind.items():
         for bucket in _buckets(parts, bucket_size_bytes):
             _sum_bucket(bucket, group)
 
 
 def narrow(tensor: Tensor, bounds: Bounds) -> Tensor:
-    """A view of a box of a tensor."""
+    """Return a view of a box of a tensor."""
     for dim, (start, length) in enumerate(bounds):
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -106,7 +117,8 @@ def _buckets(tensors: list[Tensor], size_bytes: int) -> Iterable[list[Tensor]]:
         filled += tensor.numel() * tensor.element_size()
         if filled >= size_bytes:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
     if filled:
         yield bucket
 

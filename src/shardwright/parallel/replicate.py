@@ -1,6 +1,7 @@
-"""zero_stage 0: every rank holds the whole model; gradients are summed in buckets while the backward pass goes on."""
+"""DDP for zero_stage 0: gradients are reduced in buckets during the backward pass."""
 
-# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves, not with their names.
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types
+# themselves, not with their names.
 
 from collections.abc import Collection
 
@@ -21,15 +22,18 @@ def replicate(
 ) -> DistributedDataParallel:
     """Wrap a module whose weights are already equal on every rank.
 
-    The buckets' sums are ours: the loss carries the one normaliser, so nothing is divided (a mean of means is wrong when ranks
-    see different numbers of tokens). Gradients live in the buckets themselves, so no second copy is kept.
+    The buckets are summed by our own hook: the loss contains the one normaliser, so nothing is
+    divided (a mean of means is wrong if ranks have different numbers of tokens). Gradients are
+    views of the buckets, so there is no second copy.
 
     Args:
-        reduce_dtype: bf16 halves the bytes sent and rounds the sum; anything else sums in the gradients' own dtype.
-        apart: names of parameters that are not summed over `group`.
+        reduce_dtype: bf16 halves the bytes sent and rounds the sum; anything else sums in the
+            gradients' own dtype.
+        apart: names of parameters that are not reduced over `group`.
     """
-    # PyTorch has no public way to leave parameters to somebody else; this one stands in DDP's own tests.
-    # Buffers, which only foreign models have, are computed alike on every rank: DDP need not send them.
+    # PyTorch has no public way to exclude parameters; DDP's own tests use this one. Buffers,
+    # which only models run by transformers have, are computed equally on every rank: DDP need
+    # not broadcast them.
     ignored = [*apart, *(name for name, _ in module.named_buffers())]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     wrapped = DistributedDataParallel(
@@ -38,7 +42,7 @@ def replicate(
         process_group=group,
         bucket_cap_mb=bucket_size_bytes / 1024**2,
         gradient_as_bucket_view=True,
-        init_sync=False,  # weights are a function of name and seed (or of one file): they are equal before they are sent
+        init_sync=False,  # weights depend on name and seed (or one file) only: already equal
     )
     wrapped.register_comm_hook(group, _sum_bucket_in_bf16 if reduce_dtype == torch.bfloat16 else _sum_bucket)
     return wrapped

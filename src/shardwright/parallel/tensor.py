@@ -1,14 +1,17 @@
-"""Tensor and sequence parallelism: what the decoder asks of the other ranks that hold a share of the same layer.
+"""Tensor and sequence parallelism: the decoder's hooks between ranks that share its layers.
 
-Every product of a block is cut in pairs: the first over its outputs (heads, features), the second over its inputs, so that two
-collectives a pair are enough in each direction. With the residual stream cut over tokens they are an all-gather before and a
-reduce-scatter after; without, an all-reduce on one side of each pass. The bytes sent are the same. What is cut how stands in
-`shardwright.placement`; parameters are plain tensors of this rank's shape (docs/decisions/0035-tensor-parallel-without-dtensor.md).
+The products of a block come in pairs: the first is sharded over its outputs (heads, features),
+the second over its inputs, so that two collectives a pair are enough in each direction. If the
+residual stream is sharded over tokens, they are an all-gather before and a reduce-scatter
+after; otherwise an all-reduce on one side of each pass. The bytes sent are the same.
+`shardwright.placement` states how each parameter is sharded; parameters are plain tensors of
+this rank's shape (docs/decisions/0035-tensor-parallel-without-dtensor.md).
 
-Legend: B sequences, L tokens of this context rank, S tokens of the residual stream (L, or this rank's share of L), D hidden,
-V vocabulary rows of this rank, R ranks.
+Legend: B sequences, L tokens of this context rank, S tokens of the residual stream (L, or this
+rank's share of L), D hidden, V vocabulary rows of this rank, R ranks.
 
-Source: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.2.
+Source: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing
+Activation Recomputation, section 4.2.2.
 """
 
 from __future__ import annotations
@@ -26,21 +29,21 @@ from shardwright.parallel.mesh import Mesh
 
 
 def tensor_cut(layout: Layout, mesh: Mesh | None) -> TensorParallel | None:
-    """What a layout's tensor-parallel ranks ask of each other; None where there is one of them."""
+    """Build a layout's tensor parallelism; None for a single tensor-parallel rank."""
     group = None if mesh is None else mesh.group("tp")
     return None if group is None else TensorParallel(group, layout.sequence_parallel)
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks of one tensor-parallel group, as `model.cuts.TensorCut`."""
+    """The ranks of one tensor-parallel group; implements `model.cuts.TensorCut`."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group: which share of heads, features and tokens it has."""
+        """Position in the group: the share of heads, features and tokens that this rank has."""
         return dist.get_rank(self.group)
 
     @property
@@ -49,34 +52,37 @@ class TensorParallel:
         return self.group.size()
 
     def without_sequence(self) -> TensorParallel:
-        """The same ranks with a residual stream that each of them has whole."""
+        """Return the same ranks with a replicated residual stream."""
         return replace(self, sequence_parallel=False)
 
     def enter(self, x_BSD: Tensor) -> Tensor:
-        """All tokens `[B, L, D]`, for products that are cut over their outputs; the ranks' gradients are summed."""
+        """Return all tokens `[B, L, D]`, for products sharded over outputs; sums gradients."""
         if self.sequence_parallel:
             return collectives.gather(x_BSD, 1, self.group)
         return collectives.copy_to_all(x_BSD, self.group)
 
     def leave(self, share_BLD: Tensor) -> Tensor:
-        """The sum of the ranks' shares, `[B, S, D]`: this rank's tokens of it, or all."""
+        """Sum the ranks' shares; return this rank's tokens of it, or all of it, `[B, S, D]`."""
         if self.sequence_parallel:
             return collectives.scatter_sum(share_BLD, 1, self.group)
         return collectives.sum_over(share_BLD, self.group)
 
     def share(self, x_BL: Tensor) -> Tensor:
-        """The residual stream's tokens of what every rank has alike, `[B, S, ...]`; a view."""
+        """Return the residual stream's tokens of a replicated tensor, `[B, S, ...]`, as a view."""
         if not self.sequence_parallel:
             return x_BL
         length = x_BL.shape[1] // self.degree
         return x_BL.narrow(1, self.rank * length, length)
 
     def sum(self, x: Tensor) -> Tensor:
-        """A statistic over features that lie on all ranks."""
+        """Sum a statistic over features that are sharded over the ranks."""
         return collectives.sum_shared(x, self.group)
 
     def look_up(self, ids_BL: Tensor, weight_VD: Tensor, vocab_size: int, padding_row: int | None) -> Tensor:
-        """Embeddings `[B, L, D]` of the ids whose rows this rank holds, zero for the others; rows elsewhere get no gradient."""
+        """Look up embeddings `[B, L, D]` of ids whose rows this rank has; others are zero.
+
+        Rows on other ranks get no gradient here.
+        """
         shard = vocabulary_shard(vocab_size, self.group)
         num_rows = weight_VD.shape[0]
         rows_BL, own_BL = shard.local_labels(ids_BL, num_rows)
@@ -86,22 +92,25 @@ class TensorParallel:
         return F.embedding(rows_BL, weight_VD, padding).masked_fill(~own_BL[..., None], 0.0)
 
     def vocabulary(self, vocab_size: int) -> VocabularyShard:
-        """This rank's rows of the head."""
+        """Return this rank's rows of the head."""
         return vocabulary_shard(vocab_size, self.group)
 
 
 def vocabulary_shard(vocab_size: int, group: dist.ProcessGroup) -> VocabularyShard:
-    """This rank's rows of a vocabulary that is cut as `torch.chunk` cuts: the last ranks may have fewer, but never none."""
+    """Return this rank's rows of a vocabulary that is sharded as by `torch.chunk`.
+
+    The last ranks may have fewer rows, but never none.
+    """
     chunk = -(-vocab_size // group.size())
     first = chunk * dist.get_rank(group)
     num_rows = min(chunk, vocab_size - first)
 
-    def gather_over(tensor: Tensor) -> Tensor:
+    def gather_ranks(tensor: Tensor) -> Tensor:
         return collectives.stack(tensor, group)
 
-    def whole(logits: Tensor) -> Tensor:
-        # Slices must be equal; what is filled up lies behind the last row.
+    def gather_logits(logits: Tensor) -> Tensor:
+        # Slices must be equal, so the last ones are padded beyond the last row.
         padded = F.pad(logits, (0, chunk - num_rows))
         return collectives.gather_copies(padded, -1, group)[..., :vocab_size]
 
-    return VocabularyShard(first, vocab_size, gather_over, whole)
+    return VocabularyShard(first, vocab_size, gather_ranks, gather_logits)

@@ -1,8 +1,9 @@
-"""Ulysses: an all-to-all turns a share of all heads' tokens into all tokens of a share of the heads; another one turns it back.
+"""Ulysses: all-to-alls between local tokens of all heads and all tokens of local heads.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses (arXiv 2309.14509).
 
-Legend: B sequences, H query heads, K key/value heads, L tokens of this rank, T of the row, E features, R ranks, X elements.
+Legend: B sequences, H query heads, K key/value heads, L tokens of this rank, T of the row, E
+features, R ranks, X elements.
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from shardwright.parallel.waiting import waiting
 
 
 def to_heads(parts_BHLE: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """All tokens of this rank's share of the heads, `[B, H / R, T, E]` each, in one exchange.
+    """Return all tokens of this rank's share of the heads, `[B, H / R, T, E]` each.
 
-    Rank r takes the r-th share; of fewer heads than ranks it takes the one whose group its query heads are in, and the gradients of
-    the ranks that share a head are summed on their way back.
+    All parts go through one exchange. Rank r takes the r-th share. With fewer heads than ranks
+    it takes the head that serves its query heads, and the backward pass sums the gradients of
+    the ranks that share a head.
     """
     num_ranks = group.size()
     shares = [_share_heads(part_BHLE, num_ranks) for part_BHLE in parts_BHLE]
     sizes = [share.shape[1:] for share in shares]
-    got_RX = exchange(torch.cat([share.flatten(1) for share in shares], dim=1), group)
-    pieces = got_RX.split([size.numel() for size in sizes], dim=1)
-    # From rank r came the r-th chunk of tokens.
+    received_RX = exchange(torch.cat([share.flatten(1) for share in shares], dim=1), group)
+    pieces = received_RX.split([size.numel() for size in sizes], dim=1)
+    # Rank r sent the r-th chunk of tokens.
     return [piece.unflatten(1, size).movedim(0, 2).flatten(2, 3) for piece, size in zip(pieces, sizes, strict=True)]
 
 
 def to_tokens(x_BHTE: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Back again: this rank's tokens of all heads, `[B, H, L, E]`."""
+    """Return this rank's tokens of all heads, `[B, H, L, E]`: the inverse of `to_heads`."""
     by_token_RBHLE = x_BHTE.unflatten(2, (group.size(), -1)).movedim(2, 0)
-    got_RX = exchange(by_token_RBHLE.flatten(1), group)
-    # From rank r came the r-th share of the heads.
-    return got_RX.unflatten(1, by_token_RBHLE.shape[1:]).movedim(0, 1).flatten(1, 2)
+    received_RX = exchange(by_token_RBHLE.flatten(1), group)
+    # Rank r sent the r-th share of the heads.
+    return received_RX.unflatten(1, by_token_RBHLE.shape[1:]).movedim(0, 1).flatten(1, 2)
 
 
 def _share_heads(x_BHLE: Tensor, num_ranks: int) -> Tensor:
-    """The heads by the rank that takes them, `[R, B, heads, L, E]`."""
+    """Split the heads by the rank that takes them, `[R, B, heads, L, E]`."""
     num_heads = x_BHLE.shape[1]
     if num_heads % num_ranks:
         assert num_ranks % num_heads == 0, "`layout.check_context` refuses it"
@@ -50,9 +52,9 @@ def _share_heads(x_BHLE: Tensor, num_ranks: int) -> Tensor:
 
 
 def exchange(x_RX: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Row r goes to rank r; row r of the result came from it. Its gradient goes the same way back."""
-    got_RX: Tensor = _Exchange.apply(x_RX, group)
-    return got_RX
+    """Send row r to rank r; row r of the result came from it. Gradients take the reverse way."""
+    received_RX: Tensor = _Exchange.apply(x_RX, group)
+    return received_RX
 
 
 class _Exchange(torch.autograd.Function):
@@ -67,7 +69,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(x_RX: Tensor, group: dist.ProcessGroup) -> Tensor:
-    got_RX = torch.empty_like(x_RX, memory_format=torch.contiguous_format)
+    received_RX = torch.empty_like(x_RX, memory_format=torch.contiguous_format)
     with waiting("context"):
-        dist.all_to_all_single(got_RX, x_RX.contiguous(), group=group)
-    return got_RX
+        dist.all_to_all_single(received_RX, x_RX.contiguous(), group=group)
+    return received_RX

@@ -1,17 +1,19 @@
-"""How long a rank waits for others, by the cut that the traffic serves: marks around every collective that blocks.
+"""Time that a rank waits in blocking communication, by the kind of parallelism it serves.
 
-    data        gradients summed over copies, parameters gathered and gradients scattered by ZeRO
-    tensor      sums, gathers and scatters of tensor parallelism
-    context     keys and values, or heads, between the pieces of a row
-    expert      rows on their way to experts and back
-    pipeline    hidden states and their gradients between stages, and what the schedule leaves empty
+    data        gradients reduced over replicas; ZeRO's gathers and reduce-scatters
+    tensor      all-reduces, gathers and scatters of tensor parallelism
+    context     keys and values, or heads, exchanged between ranks that share a row
+    expert      rows sent to experts and back
+    pipeline    hidden states and their gradients between stages, and the schedule's bubbles
     world       sums over several of these at once: token counts, norms
 
-On a CPU a collective blocks the process, and its time is the clock's. On CUDA it blocks the stream that computes: a pair of events
-there measures what nothing hid, costs the host some microseconds, and waits for nothing. What runs beside the computing (DDP's
-buckets, FSDP2's reduce-scatter on CUDA) is no wait until the backward pass has ended; `train.step` counts that as `reduction`.
+On a CPU a collective blocks the process and is timed by the clock. On CUDA it blocks the
+computing stream: a pair of events measures the exposed communication there, costs the host some
+microseconds, and waits for nothing. Communication beside computation (DDP's buckets, FSDP2's
+reduce-scatter on CUDA) is not counted until the backward pass has ended; `train.step` counts
+that wait as `reduction`.
 
-Nothing is measured outside `measuring`, and nothing inside a compiled graph, where there is no Python to mark it.
+Nothing is measured outside of `measuring`, or inside a compiled graph, where no Python runs.
 """
 
 from __future__ import annotations
@@ -32,18 +34,20 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CUTS = ("data", "tensor", "context", "expert", "pipeline", "world")
-"""In the order in which ranks tell each other."""
+"""Kinds of parallelism, in the order in which ranks send their times to each other."""
 
 _Mark = float | torch.cuda.Event
 
 
 class Waits:
-    """The waits of one rank since `start`, one at a time (a rank waits for one thing at a time)."""
+    """Waits of one rank since `start`, one at a time."""
 
     def __init__(self, device: torch.device, cuts: Mapping[dist.ProcessGroup, str]) -> None:
-        """
+        """Build a timer without waits.
+
         Args:
-            cuts: which cut a process group serves (`Mesh.cuts`); one that is not there serves several.
+            cuts: kind of parallelism of each process group (`Mesh.cuts`); other groups count as
+                `world`.
         """
         self._cuda = device.type == "cuda"
         self._cuts = cuts
@@ -52,7 +56,7 @@ class Waits:
         self._since: _Mark | None = None
 
     def start(self) -> None:
-        """Forget the last step."""
+        """Discard the waits of the last step."""
         for _, began, ended in self._spans:
             if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
                 self._spare += (began, ended)
@@ -60,22 +64,25 @@ class Waits:
         self._since = None
 
     def begin(self) -> None:
-        """What the rank does from here on is waiting."""
+        """Start a wait."""
         self._since = self._mark()
 
     def end(self, whom: dist.ProcessGroup | str) -> None:
-        """The wait is over; without a beginning there was none."""
+        """End the wait, if one was started."""
         if self._since is not None:
             cut = whom if isinstance(whom, str) else self._cuts.get(whom, "world")
             self.add(cut, self._since, self._mark())
             self._since = None
 
     def add(self, cut: str, began: _Mark, ended: _Mark) -> None:
-        """A wait that was timed elsewhere."""
+        """Add a wait that was timed elsewhere."""
         self._spans.append((cut, began, ended))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds waited since `start`, by cut. On CUDA the stream must have come to its end."""
+        """Return the seconds waited since `start`, by kind of parallelism.
+
+        On CUDA the stream must have been synchronised.
+        """
         total = dict.fromkeys(CUTS, 0.0)
         for cut, began, ended in self._spans:
             if isinstance(began, torch.cuda.Event):
@@ -95,27 +102,31 @@ class Waits:
 
 
 _current: Waits | None = None
-"""Of this process; collectives are called from everywhere, and only by one step at a time."""
+"""Timer of this process.
+
+Collectives are called from everywhere, but only one step runs at a time.
+"""
 
 
 @contextmanager
 def measuring(waits: Waits) -> Iterator[None]:
-    """While the block runs, `waiting` marks in `waits`."""
+    """Make `waiting` record into `waits` while the context is open."""
     global _current
-    former, _current = _current, waits
+    previous, _current = _current, waits
     try:
         yield
     finally:
-        _current = former
+        _current = previous
 
 
 class _Waiting:
-    """A block that waits."""
+    """Context that records its duration as a wait."""
 
     __slots__ = ("_waits", "_whom")
 
     def __init__(self, waits: Waits, whom: dist.ProcessGroup | str) -> None:
-        self._waits, self._whom = waits, whom
+        self._waits = waits
+        self._whom = whom
 
     def __enter__(self) -> None:
         self._waits.begin()
@@ -125,33 +136,36 @@ class _Waiting:
 
 
 def waiting(whom: dist.ProcessGroup | str) -> AbstractContextManager[None]:
-    """Bracket what blocks: a collective over a group, or the wait for one that was begun before. A name says the cut itself."""
+    """Return a context that times a collective over a group, or the wait for a pending one.
+
+    A string names the kind of parallelism itself.
+    """
     if _current is None or torch.compiler.is_compiling():
         return nullcontext()
     return _Waiting(_current, whom)
 
 
 def begin_wait() -> None:
-    """What follows, until `end_wait`, is waiting, but for collectives in between: each of them ends it."""
+    """Start a wait that lasts until `end_wait`, or until a collective in between ends it."""
     if _current is not None:
         _current.begin()
 
 
 def end_wait(cut: str) -> None:
-    """The wait that `begin_wait` began is over; nothing where something else has ended it."""
+    """End the wait that `begin_wait` started, unless something else has ended it."""
     if _current is not None:
         _current.end(cut)
 
 
 def mark_gathers(members: Sequence[nn.Module], *, reduces: bool) -> None:
-    """Have the waits for the parameters of modules that FSDP2 wraps together marked, forward and backward.
+    """Time the waits for parameters of modules that FSDP2 wraps together.
 
-    FSDP2 waits in hooks: before a module's forward pass (its own hook is the first of them), and when the gradient of the module's
-    output has come. Ours stand on both sides of these.
+    FSDP2 waits in hooks: before a module's forward pass (its own hook is the first one), and
+    when the gradient of the module's output is computed. Our hooks run before and after these.
 
     Args:
-        members: as given to `fully_shard`, after it.
-        reduces: mark the waits for their gradients, too: on a CPU, where these block.
+        members: the modules given to `fully_shard`, after that call.
+        reduces: also time the waits for their gradients; for CPUs, where these waits block.
     """
     for module in members:
         module.register_forward_pre_hook(_begin_forward, prepend=True)
@@ -185,24 +199,24 @@ def _end_backward(_module: nn.Module, _arguments: Any, output: Any) -> None:
 
 
 class _Scatter:
-    """FSDP2's reduce-scatter as it is, with its wait marked, and the wait for the sum over replicas that follows it."""
+    """FSDP2's reduce-scatter, unchanged but timed; also times the sum over replicas after it."""
 
     _ended = 0.0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for either end."""
+        """Allocate an input or output buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Sum, and keep this rank's shard."""
+        """Reduce-scatter: sum, and keep this rank's shard."""
         with waiting("data"):
             work: dist.Work | None = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         self._ended = time.perf_counter()
         return work
 
     def after_all_reduce(self, _summed: Tensor) -> None:
-        """Called when the sum over replicas is there; where there are none, at once."""
+        """Record the wait for the sum over replicas; without replicas it ends at once."""
         if _current is not None:
             _current.add("data", self._ended, time.perf_counter())

@@ -1,4 +1,4 @@
-"""Zeros that stay: the matrices of a pruned model keep theirs through training."""
+"""Preservation of zeros: a pruned model's zero weights stay zero during training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from shardwright.parallel.model import ParallelModel, local_part
 
 
 class KeptZeros:
-    """Which elements of a rank's trained matrices are zero, a byte each; nothing is kept for a matrix without any.
+    """Masks of the zeros in a rank's trained matrices, one byte per element.
 
-    Gradients lose theirs before the norm is taken, so that nothing of the optimizer is made of them; weights are set back after the
-    step, because not every rule (Muon's) leaves alone what has no gradient.
+    Matrices without zeros have no mask. Gradients are masked before the norm is computed, so
+    that the optimizer never sees them; weights are reset after the step, because some update
+    rules (Muon's) change weights without a gradient.
     """
 
     def __init__(self, model: ParallelModel) -> None:
@@ -27,33 +28,36 @@ class KeptZeros:
                     count += int(zero.sum())
                     self._masks.append((parameter, zero))
         self.share = count / max(1, elements)
-        """Of the elements of this rank's trained matrices."""
+        """Share of zeros among the elements of this rank's trained matrices, 0 to 1."""
 
     @torch.no_grad()
     def mask_gradients(self) -> None:
-        """Set the gradients of kept zeros to zero."""
+        """Set the gradients of preserved zeros to zero."""
         for parameter, zero in self._masks:
             if parameter.grad is not None:
                 local_part(parameter.grad).masked_fill_(zero, 0.0)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set kept zeros to zero again."""
+        """Set preserved zeros to zero again."""
         for parameter, zero in self._masks:
             local_part(parameter.detach()).masked_fill_(zero, 0.0)
 
 
 def keep_zeros(model: ParallelModel, optimizer: torch.optim.Optimizer) -> KeptZeros:
-    """Keep the zeros that the model's matrices have now, from here on; every rank calls this.
+    """Preserve the zeros that the model's matrices have now; every rank calls this.
 
     Raises:
-        RecipeError: there are none on any rank.
+        RecipeError: no rank has any zeros.
     """
-    kept = KeptZeros(model)
-    if not model.any_rank(kept.share > 0.0):
+    zero_mask = KeptZeros(model)
+    if not model.any_rank(zero_mask.share > 0.0):
         raise RecipeError(
-            "the folder's matrices have no zeros to keep", field="model.keep_zeros", got=True, remedy="Leave it out, or prune first"
+            "the model's matrices contain no zeros to keep",
+            field="model.keep_zeros",
+            got=True,
+            remedy="Remove this key, or prune the model first",
         )
-    model.when_summed(kept.mask_gradients)
-    optimizer.register_step_post_hook(lambda *_: kept.restore())
-    return kept
+    model.when_summed(zero_mask.mask_gradients)
+    optimizer.register_step_post_hook(lambda *_: zero_mask.restore())
+    return zero_mask

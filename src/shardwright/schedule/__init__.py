@@ -1,4 +1,7 @@
-"""Pipeline schedules as data: built by name or read from a file, proven, simulated and drawn. No torch."""
+"""Pipeline schedules as data: built by name or read from a file, checked, simulated, drawn.
+
+No torch.
+"""
 
 from shardwright.schedule.actions import KINDS, Action, Kind, Schedule, folded, forward_only, looped
 from shardwright.schedule.check import Proof, check, peak_activations

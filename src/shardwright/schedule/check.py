@@ -1,4 +1,4 @@
-"""Proof that a schedule can run: complete, in order, without deadlock; and how many activations it keeps at most."""
+"""Check of schedules: complete, ordered and free of deadlock; and their peak activations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from shardwright.schedule.transfers import Step, Transfer, plan_steps, source_of
 
 @dataclass(frozen=True)
 class Proof:
-    """What the check found.
+    """Statistics of a schedule that passed the check.
 
     Attributes:
-        peak_activations: per rank, the most activations kept at a time. The unit is one micro-batch on one stage.
-        num_transfers: messages of a step, all ranks together.
+        peak_activations: per rank, the most activations stored at a time. The unit is one
+            micro-batch on one stage.
+        num_transfers: messages of a step, over all ranks.
     """
 
     peak_activations: tuple[int, ...]
@@ -24,10 +25,11 @@ class Proof:
 
 
 def check(schedule: Schedule) -> Proof:
-    """Prove that a schedule is complete and ordered, and that the executor's walk through it ends.
+    """Check that a schedule is complete and ordered, and that its execution ends.
 
     Raises:
-        ScheduleError: names the first action that is missing, doubled, out of order, or waited for in vain.
+        ScheduleError: names the first action that is missing, duplicated, out of order, or
+            waits forever.
     """
     _check_stages(schedule)
     _check_complete(schedule)
@@ -38,10 +40,10 @@ def check(schedule: Schedule) -> Proof:
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations that each rank keeps, in micro-batches x stages.
+    """Count the most activations that each rank stores at a time, in micro-batches x stages.
 
-    One is kept from its F to its B; where the backward is split to its W, which needs the layers' inputs and the gradients of
-    their outputs.
+    An activation is stored from its F to its B or, where the backward pass is split, to its W,
+    which needs the layers' inputs and the gradients of their outputs.
     """
     peaks = []
     for row in schedule.rows:
@@ -57,14 +59,14 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _check_stages(schedule: Schedule) -> None:
-    """Every stage is computed by one rank."""
+    """Check that exactly one rank computes each stage."""
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            holder = schedule.rank_of_stage[action.stage]
-            if holder != rank:
-                raise _error(schedule, f"rank {rank} computes {action}, but stage {action.stage} is on rank {holder}")
-    for stage, holder in enumerate(schedule.rank_of_stage):
-        if holder < 0:
+            stage_rank = schedule.rank_of_stage[action.stage]
+            if stage_rank != rank:
+                raise _error(schedule, f"rank {rank} computes {action}, but stage {action.stage} is on rank {stage_rank}")
+    for stage, stage_rank in enumerate(schedule.rank_of_stage):
+        if stage_rank < 0:
             raise _error(schedule, f"no rank computes stage {stage} of {schedule.num_stages}")
     for rank, row in enumerate(schedule.rows):
         if not row:
@@ -72,61 +74,65 @@ def _check_stages(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every stage does F once for every micro-batch, and B once or I and W once each; or, in evaluation, F alone."""
+    """Check that every stage runs, for every micro-batch, F and then B or I and W once.
+
+    In evaluation it runs F alone.
+    """
     counts = Counter(action for row in schedule.rows for action in row)
     for action, count in counts.items():
         if count > 1:
-            raise _error(schedule, f"{action} stands there {count} times")
+            raise _error(schedule, f"{action} occurs {count} times")
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.num_micro_batches):
-            has = {kind for kind in ("F", "B", "I", "W") if Action(kind, stage, micro_batch) in counts}
-            if "F" not in has:
+            kinds = {kind for kind in ("F", "B", "I", "W") if Action(kind, stage, micro_batch) in counts}
+            if "F" not in kinds:
                 raise _error(schedule, f"{stage}F{micro_batch} is missing")
-            if schedule.computes_gradients and has not in ({"F", "B"}, {"F", "I", "W"}):
-                which = f"stage {stage}, micro-batch {micro_batch}"
-                raise _error(schedule, f"{which} has {' and '.join(sorted(has))}: it needs F, and then B alone or I and W")
+            if schedule.computes_gradients and kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                pair = f"stage {stage}, micro-batch {micro_batch}"
+                raise _error(schedule, f"{pair} has {' and '.join(sorted(kinds))}: it needs F, and then B alone or both I and W")
 
 
 def _check_rows_ordered(schedule: Schedule) -> None:
-    """On its rank F comes before B or I, and I before W."""
+    """Check that on each rank F precedes B or I, and I precedes W."""
     for rank, row in enumerate(schedule.rows):
         seen: set[Action] = set()
-        for place, action in enumerate(row):
-            before = None if action.kind == "F" else action._replace(kind="I" if action.kind == "W" else "F")
-            if before is not None and before not in seen:
-                raise _error(schedule, f"on rank {rank}, {action} (number {place + 1}) stands before {before}")
+        for position, action in enumerate(row):
+            prerequisite = None if action.kind == "F" else action._replace(kind="I" if action.kind == "W" else "F")
+            if prerequisite is not None and prerequisite not in seen:
+                raise _error(schedule, f"on rank {rank}, {action} (number {position + 1}) comes before {prerequisite}")
             seen.add(action)
 
 
 def _walk(schedule: Schedule, steps: tuple[tuple[Step, ...], ...]) -> None:
-    """Work through all rows as the executor does, with sends that complete only once their receive is posted.
+    """Execute all rows as the executor does, and raise on deadlock.
 
-    A channel is a queue: message n passes when it is sent, its receive is posted, and n - 1 has passed.
+    A send completes only once its receive is posted. A channel is a queue: message n is
+    delivered when it is sent, its receive is posted, and n - 1 has been delivered.
     """
     sent: dict[tuple[int, int], int] = {}
     posted: dict[tuple[int, int], int] = {}
     done: set[tuple[bool, int, int]] = set()
-    at = [0] * schedule.num_ranks
+    positions = [0] * schedule.num_ranks
     ready = deque(range(schedule.num_ranks))
 
-    def passed(transfer: Transfer) -> bool:
+    def is_delivered(transfer: Transfer) -> bool:
         channel = transfer.sender, transfer.receiver
         return min(sent.get(channel, 0), posted.get(channel, 0)) > transfer.number
 
-    def blocked(step: Step) -> bool:
+    def is_blocked(step: Step) -> bool:
         if step.needs is not None:
-            return not passed(step.needs)
+            return not is_delivered(step.needs)
         source = source_of(step.action, schedule.num_stages)
         return source is not None and (*source, step.action.micro_batch) not in done
 
     while ready:
         rank = ready.popleft()
-        while at[rank] < len(steps[rank]):
-            step = steps[rank][at[rank]]
+        while positions[rank] < len(steps[rank]):
+            step = steps[rank][positions[rank]]
             for transfer in step.posts:
                 channel = transfer.sender, transfer.receiver
                 posted[channel] = max(posted.get(channel, 0), transfer.number + 1)
-            if blocked(step):
+            if is_blocked(step):
                 break
             action = step.action
             if action.kind != "W":
@@ -136,18 +142,20 @@ def _walk(schedule: Schedule, steps: tuple[tuple[Step, ...], ...]) -> None:
                 assert step.sends.number == sent.get(channel, 0), "a channel's messages are numbered in the order of sending"
                 sent[channel] = step.sends.number + 1
                 ready.append(step.sends.receiver)
-            at[rank] += 1
-    stuck = [rank for rank, place in enumerate(at) if place < len(steps[rank])]
+            positions[rank] += 1
+    stuck = [rank for rank, position in enumerate(positions) if position < len(steps[rank])]
     if stuck:
-        raise _error(schedule, "deadlock: " + "; ".join(_waits(schedule, steps[rank][at[rank]].action, rank) for rank in stuck))
+        raise _error(
+            schedule, "deadlock: " + "; ".join(_waits(schedule, steps[rank][positions[rank]].action, rank) for rank in stuck)
+        )
 
 
 def _waits(schedule: Schedule, action: Action, rank: int) -> str:
     source = source_of(action, schedule.num_stages)
     assert source is not None
     forward, stage = source
-    what = f"{stage}F{action.micro_batch}" if forward else f"{stage}B{action.micro_batch} or {stage}I{action.micro_batch}"
-    return f"rank {rank} stands at {action} and waits for {what} of rank {schedule.rank_of_stage[stage]}"
+    awaited = f"{stage}F{action.micro_batch}" if forward else f"{stage}B{action.micro_batch} or {stage}I{action.micro_batch}"
+    return f"rank {rank} is at {action} and waits for {awaited} of rank {schedule.rank_of_stage[stage]}"
 
 
 def _error(schedule: Schedule, problem: str) -> ScheduleError:

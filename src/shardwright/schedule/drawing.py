@@ -1,4 +1,4 @@
-"""A schedule drawn in the terminal: a row per rank, a column per unit of time, from the simulator's times."""
+"""Terminal drawing of a simulated schedule: a row per rank, a column per unit of time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ _COLOURS: dict[str, tuple[str, str]] = {
     "I": ("#b9ecc9", "#7fd6a2"),
     "W": ("#ffd98a", "#eebb4d"),
 }
-"""Per kind: the colours of a rank's first, third, ... and second, fourth, ... stage. Black reads on all of them."""
+"""Per kind: colours of a rank's odd and even stages (first, third, ...
+
+and second, fourth, ...). Black text is readable on all.
+"""
 
 _FINEST = 24
-"""A unit of time is at least this fraction of an action's mean time: short ones share it."""
+"""A column is at least this fraction of an action's mean time; shorter actions share one."""
 
 
 def draw(timeline: Timeline, width: int = 100) -> Text:
-    """The schedule as coloured text, `width` characters wide; what is longer goes on below, in systems as music does.
+    """Draw a schedule as coloured text, `width` characters wide; longer rows continue below.
 
-    An action shows its letter and micro-batch as far as its columns reach: `F3`, `B3`; a dot is waiting.
+    An action shows its letter and micro-batch as far as its columns allow: `F3`, `B3`; a dot is
+    idle time.
     """
     from rich.text import Text
 
@@ -35,14 +39,14 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
     label = f"rank {schedule.num_ranks - 1} "
     rows = [_row(timeline, rank, unit, cell) for rank in range(schedule.num_ranks)]
     length = max(len(row) for row in rows)
-    per_system = max(cell, (width - len(label)) // cell * cell)
+    columns_per_block = max(cell, (width - len(label)) // cell * cell)
     drawn = Text()
-    for begin in range(0, length, per_system):
-        if begin:
+    for first in range(0, length, columns_per_block):
+        if first:
             drawn.append("\n")
         for rank, row in enumerate(rows):
             drawn.append(f"rank {rank} ".ljust(len(label)))
-            for character, style in row[begin : begin + per_system]:
+            for character, style in row[first : first + columns_per_block]:
                 drawn.append(character, style=style)
             drawn.append("\n")
     for kind in KINDS:
@@ -54,20 +58,21 @@ def draw(timeline: Timeline, width: int = 100) -> Text:
 
 
 def _row(timeline: Timeline, rank: int, unit: float, cell: int) -> list[tuple[str, str]]:
-    """One rank as characters with their styles."""
+    """Draw one rank as characters with their styles."""
     drawn: list[tuple[str, str]] = []
     shades = {stage: number % 2 for number, stage in enumerate(timeline.schedule.stages_of(rank))}
     for action, start, end in zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
-        first, last = round(start / unit) * cell, round(end / unit) * cell
+        first = round(start / unit) * cell
+        last = round(end / unit) * cell
         drawn += [("·", "dim")] * (first - len(drawn))
-        wide = last - len(drawn)
+        width = last - len(drawn)
         style = f"black on {_COLOURS[action.kind][shades[action.stage]]}"
-        drawn += [(character, style) for character in f"{action.kind}{action.micro_batch}".ljust(wide)[:wide]]
+        drawn += [(character, style) for character in f"{action.kind}{action.micro_batch}".ljust(width)[:width]]
     return drawn + [("·", "dim")] * (round(timeline.step_seconds / unit) * cell - len(drawn))
 
 
 def _unit(timeline: Timeline) -> float:
-    """What a column stands for: the shortest action, unless that is far shorter than most."""
+    """Choose the time of a column: the shortest action, unless it is far shorter than most."""
     durations = [
         e - s for starts, ends in zip(timeline.starts, timeline.ends, strict=True) for s, e in zip(starts, ends, strict=True)
     ]

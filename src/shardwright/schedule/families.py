@@ -1,4 +1,4 @@
-"""Schedules by name, with what each asks of ranks, stages and micro-batches; and by file."""
+"""Named schedules, their limits on ranks, stages and micro-batches; and schedules from files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Rows = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True)
 class Family:
-    """A named schedule. `placement` says which rank holds which stages.
+    """A named schedule; `placement` is its assignment of stages to ranks.
 
     straight   rank r holds stage r
-    looped     v stages a rank, r, r + p, r + 2p, ...
-    folded     two stages a rank, r and 2p - 1 - r
+    looped     v stages per rank: r, r + p, r + 2p, ...
+    folded     two stages per rank: r and 2p - 1 - r
     """
 
     title: str
     placement: Literal["straight", "looped", "folded"]
     build: Callable[[int, int, int], Rows]
-    """(ranks, micro-batches, stages per rank) -> rows."""
+    """(ranks, micro-batches, stages per rank) -> rows of actions."""
     splits_backward: bool = False
     rounds: bool = False
-    """Micro-batches go in rounds of as many as there are ranks."""
+    """True if the micro-batches must be a multiple of the ranks."""
     micro_batches_per_rank: int = 0
     """Fewest micro-batches, as a multiple of the ranks."""
 
@@ -52,13 +52,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def stages_per_rank(name: str, virtual_stages: int | None = None) -> int:
-    """Stages that each rank holds under a named schedule.
+    """Return the number of stages of each rank under a named schedule.
 
     >>> stages_per_rank("1f1b"), stages_per_rank("interleaved_1f1b"), stages_per_rank("zbv")
     (1, 2, 2)
 
     Raises:
-        ScheduleError: a number of virtual stages that the schedule does not take.
+        ScheduleError: the schedule does not support this number of virtual stages.
     """
     family = _family(name)
     if family.placement == "looped":
@@ -70,13 +70,13 @@ def stages_per_rank(name: str, virtual_stages: int | None = None) -> int:
             field="virtual_stages",
             got=virtual_stages,
             allowed=str(fixed),
-            remedy="Leave it out, or take interleaved_1f1b",
+            remedy="Omit it, or use interleaved_1f1b",
         )
     return fixed
 
 
 def rank_of_stage(name: str, num_ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
-    """The rank that holds each stage, under a named schedule or a file's.
+    """Return the rank of each stage under a named schedule or one from a file.
 
     >>> rank_of_stage("interleaved_1f1b", 2, 2), rank_of_stage("zbv", 2)
     ((0, 1, 0, 1), (0, 1, 1, 0))
@@ -94,53 +94,57 @@ def rank_of_stage(name: str, num_ranks: int, virtual_stages: int | None = None) 
 
 
 def splits_backward(name: str) -> bool:
-    """Whether a named schedule, or a file's, cuts backwards into I and W."""
+    """True if a schedule, by name or from a file, splits backward passes into I and W."""
     return FAMILIES[name].splits_backward if name in FAMILIES else read_file(name).splits_backward
 
 
 @lru_cache(maxsize=256)
 def build_schedule(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None) -> Schedule:
-    """A named schedule for p ranks and m micro-batches.
+    """Build a named schedule for p ranks and m micro-batches.
 
     Args:
         virtual_stages: stages per rank, for interleaved_1f1b; default 2.
 
     Raises:
-        ScheduleError: numbers that the schedule does not take, with the nearest that it does.
+        ScheduleError: unsupported numbers; names the nearest supported ones.
 
     >>> print(build_schedule("zbv", 4, 8))
     ZBV: 4 ranks, 8 stages, 8 micro-batches
     """
-    family, stages = _family(name), stages_per_rank(name, virtual_stages)
-    for number, what in ((num_ranks, "ranks"), (num_micro_batches, "micro_batches")):
+    family = _family(name)
+    stages = stages_per_rank(name, virtual_stages)
+    for number, name_of_number in ((num_ranks, "ranks"), (num_micro_batches, "micro_batches")):
         if number < 1:
-            raise ScheduleError("at least one is needed", field=what, got=number)
+            raise ScheduleError("must be at least one", field=name_of_number, got=number)
     if family.rounds and num_micro_batches % num_ranks:
-        below, above = num_micro_batches // num_ranks * num_ranks, -(-num_micro_batches // num_ranks) * num_ranks
+        below = num_micro_batches // num_ranks * num_ranks
+        above = -(-num_micro_batches // num_ranks) * num_ranks
         raise ScheduleError(
-            f"{family.title} sends micro-batches round in groups of {num_ranks}, one per rank, "
-            f"and {num_micro_batches} is no multiple of {num_ranks}",
+            f"{family.title} runs micro-batches in groups of {num_ranks}, one per rank, "
+            f"and {num_micro_batches} is not a multiple of {num_ranks}",
             field="micro_batches",
             got=num_micro_batches,
             allowed=f"{below} or {above}" if below else str(above),
-            remedy="Change gradient_accumulation_steps, or take 1f1b or zbv, which want no multiple",
+            remedy="Change gradient_accumulation_steps, or use 1f1b or zbv, which need no multiple",
         )
     if num_micro_batches < family.micro_batches_per_rank * num_ranks:
         raise ScheduleError(
-            f"{family.title} needs {family.micro_batches_per_rank} micro-batches per rank to fill {num_ranks} ranks both ways",
+            f"{family.title} needs {family.micro_batches_per_rank} micro-batches per rank to fill "
+            f"{num_ranks} ranks in both directions",
             field="micro_batches",
             got=num_micro_batches,
             allowed=f"{family.micro_batches_per_rank * num_ranks} or more",
-            remedy="Raise gradient_accumulation_steps, or take zbv, which runs with any number",
+            remedy="Raise gradient_accumulation_steps, or use zbv, which runs with any number",
         )
     return Schedule(family.title, family.build(num_ranks, num_micro_batches, stages))
 
 
 def load_schedule(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None) -> Schedule:
-    """The schedule that a layout names: one of `FAMILIES`, or a file. What comes from a file is proven first.
+    """Load the schedule that a layout names: one of `FAMILIES`, or a file, which is checked.
 
     Raises:
-        ScheduleError: an unknown name, or a schedule that does not fit the ranks and micro-batches or cannot run.
+        ScheduleError: an unknown name, or a schedule that does not fit the ranks and
+            micro-batches or cannot run.
     """
     if name in FAMILIES:
         return build_schedule(name, num_ranks, num_micro_batches, virtual_stages)
@@ -157,7 +161,7 @@ def _check_fits(name: str, what: str, field: str, got: int, wanted: int) -> None
 
 
 def read_file(name: str) -> Schedule:
-    """A schedule from a file, proven complete, ordered and free of deadlock.
+    """Read a schedule from a file and check that it is complete, ordered and free of deadlock.
 
     Raises:
         ScheduleError: no such file, or a schedule that cannot run.
@@ -172,12 +176,12 @@ def read_file(name: str) -> Schedule:
 
 def _family(name: str) -> Family:
     if name not in FAMILIES:
-        near = nearest(name.lower().replace("-", "_"), FAMILIES)
+        closest = nearest(name.lower().replace("-", "_"), FAMILIES)
         raise ScheduleError(
-            "no schedule of this name, and no file either",
+            "neither a known schedule nor a file",
             field="schedule",
             got=name,
             allowed=", ".join(FAMILIES) + ", or a file",
-            remedy=f"Did you mean {near}?" if near else None,
+            remedy=f"Did you mean {closest}?" if closest else None,
         )
     return FAMILIES[name]

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: v stages a rank, dealt round and round. Narayanan et al. 2021, section 2.2. p ranks, m micro-batches."""
+"""Interleaved 1F1B: v stages per rank, assigned in turn. p ranks, m micro-batches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from shardwright.schedule.rows import Row
 
 
 def build_interleaved_1f1b(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Rounds of p micro-batches go through a rank's stages in turn: 1 / v of the bubble for (p - 1) / (p v) more activations.
+    """Build interleaved 1F1B: 1 / v of the bubble for (p - 1) / (p v) more activations.
 
-    Rank r holds stages r, r + p, r + 2p, ...; p divides m.
+    Groups of p micro-batches pass through a rank's stages in turn. Rank r holds stages r, r +
+    p, r + 2p, ...; p divides m. Source: Narayanan et al. 2021, section 2.2.
     """
     rows = []
     total = virtual_stages * num_micro_batches
@@ -18,7 +19,8 @@ def build_interleaved_1f1b(num_ranks: int, num_micro_batches: int, virtual_stage
         order = [number // num_ranks % virtual_stages for number in range(total)]
         forwards = [rank + num_ranks * chunk for chunk in order]
         backwards = [rank + num_ranks * (virtual_stages - 1 - chunk) for chunk in order]
-        # The last rank must have met every one of its stages with a round but the last; each rank before it needs two more.
+        # Before its first backward pass the last rank runs one group through every stage but
+        # its last; each earlier rank needs two more forward passes.
         warmup = min((virtual_stages - 1) * num_ranks + 2 * (num_ranks - 1 - rank), total)
         for number in range(warmup):
             row.forward(forwards[number])

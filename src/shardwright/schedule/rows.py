@@ -1,4 +1,4 @@
-"""Writing one rank's row: actions in order, each taking the next micro-batch of its stage and kind."""
+"""Builder of one rank's row: each action takes the next micro-batch of its stage and kind."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from shardwright.schedule.actions import Action, Kind
 
 
 class Row:
-    """Collects one rank's actions.
+    """Builder of one rank's actions.
 
     Attributes:
-        num_micro_batches: actions for micro-batches from here on are left out; the others still count.
+        num_micro_batches: actions for micro-batches from this number on are counted but left
+            out.
     """
 
     def __init__(self, num_micro_batches: int) -> None:
@@ -21,40 +22,40 @@ class Row:
         self._weights: deque[tuple[int, int]] = deque()
 
     def forward(self, stage: int) -> None:
-        """F of the stage's next micro-batch."""
+        """Add F of the stage's next micro-batch."""
         self._add("F", stage, self._count("F", stage))
 
     def backward(self, stage: int, *, split: bool = False) -> None:
-        """B of the stage's next micro-batch; `split`: I alone, and its W waits for `weights`."""
+        """Add B of the stage's next micro-batch or, with `split`, its I; `weights` adds its W."""
         micro_batch = self._count("B", stage)
         self._add("I" if split else "B", stage, micro_batch)
         if split:
             self._weights.append((stage, micro_batch))
 
     def weights(self) -> None:
-        """The W that has waited longest, if any waits."""
+        """Add the W that has waited longest, if there is one."""
         if self._weights:
             self._add("W", *self._weights.popleft())
 
     def counted(self, kind: Kind, stage: int) -> int:
-        """Micro-batches whose `kind` the stage has been given (B counts I too)."""
+        """Count the stage's micro-batches of this kind so far (B includes I)."""
         return self._next[kind][stage]
 
     @property
     def weights_wait(self) -> bool:
-        """Whether any W waits."""
+        """True if any W is pending."""
         return bool(self._weights)
 
     def actions(self) -> tuple[Action, ...]:
-        """The row, with all that still waits at its end."""
+        """Return the row, with all pending W at its end."""
         while self._weights:
             self.weights()
         return tuple(self._actions)
 
     def _count(self, kind: Kind, stage: int) -> int:
-        following = self._next[kind]
-        micro_batch = following[stage]
-        following[stage] = micro_batch + 1
+        next_of_stage = self._next[kind]
+        micro_batch = next_of_stage[stage]
+        next_of_stage[stage] = micro_batch + 1
         return micro_batch
 
     def _add(self, kind: Kind, stage: int, micro_batch: int) -> None:

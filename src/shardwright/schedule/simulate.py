@@ -1,7 +1,7 @@
-"""When everything happens: a schedule walked under given times, predicted ones or measured ones.
+"""Simulation of a schedule with given times, predicted or measured.
 
-A rank computes its actions in order, each as soon as what it waits for has arrived. Transfers pass beside the computing; those of
-a channel (one sender, one receiver) pass one after the other.
+A rank runs its actions in order, each as soon as its input has arrived. Transfers overlap with
+computation; those of one channel (one sender, one receiver) run one after the other.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from shardwright.schedule.actions import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds (or any one unit) of one micro-batch, a number per stage; B takes I and W together.
+    """Seconds (or any one unit) per micro-batch, by stage; B takes as long as I and W together.
 
     Attributes:
-        transfer: per border between stages s and s + 1 that lie on different ranks, either way; one number fewer than stages.
+        transfer: per boundary between stages s and s + 1 on different ranks, in either
+            direction; one number fewer than stages.
     """
 
     forward: tuple[float, ...]
@@ -32,7 +33,7 @@ class Times:
     def uniform(
         cls, num_stages: int, forward: float = 1.0, input_gradient: float = 1.0, weight_gradient: float = 1.0, transfer: float = 0.0
     ) -> Times:
-        """All stages alike."""
+        """Return the same times for all stages."""
         return cls(
             (forward,) * num_stages,
             (input_gradient,) * num_stages,
@@ -41,7 +42,7 @@ class Times:
         )
 
     def of(self, action: Action) -> float:
-        """What an action takes."""
+        """Return the time of an action."""
         stage = action.stage
         if action.kind == "F":
             return self.forward[stage]
@@ -54,7 +55,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every action, in the unit of the times, row by row as in `schedule.rows`."""
+    """Start and end of every action, in the unit of the times, by row as in `schedule.rows`."""
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
@@ -62,12 +63,12 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """From the first start to the last end, over all ranks."""
+        """Time from the first start to the last end, over all ranks."""
         return max(row[-1] for row in self.ends)
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Computing on each rank."""
+        """Computing time of each rank."""
         return tuple(
             sum(end - start for start, end in zip(starts, ends, strict=True))
             for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -75,21 +76,21 @@ class Timeline:
 
     @property
     def utilisation(self) -> float:
-        """Share of all ranks' time that is computing, 0 to 1."""
+        """Share of all ranks' time spent computing, 0 to 1."""
         return sum(self.busy_seconds) / (self.schedule.num_ranks * self.step_seconds)
 
     @property
     def bubble(self) -> float:
-        """Waiting over computing, all ranks together: what the step takes beyond its work, as a share of that work."""
+        """Waiting time divided by computing time, over all ranks."""
         return 1.0 / self.utilisation - 1.0
 
 
 def simulate(schedule: Schedule, times: Times | Mapping[Action, float], transfer: Sequence[float] | None = None) -> Timeline:
-    """Start and end of every action.
+    """Compute the start and end of every action.
 
     Args:
-        times: per stage and kind, or one number for each action, as measured.
-        transfer: with measured times, what each border between stages takes; default nothing.
+        times: per stage and kind, or one measured number for each action.
+        transfer: with measured times, the time of each boundary between stages; default zero.
 
     Raises:
         ScheduleError: the schedule cannot run to its end.
@@ -99,74 +100,75 @@ def simulate(schedule: Schedule, times: Times | Mapping[Action, float], transfer
     >>> timeline.step_seconds, round(timeline.utilisation, 4), timeline.bubble == 3 / 8
     (33.0, 0.7273, True)
     """
-    walk = _walk_of(schedule)
-    borders: Sequence[float]
+    order = _walk_of(schedule)
+    boundary_times: Sequence[float]
     if isinstance(times, Times):
-        by_slot = _by_slot(times)
-        durations = [by_slot[slot] for slot, *_ in walk.steps]
-        borders = times.transfer
+        slot_times = _by_slot(times)
+        durations = [slot_times[slot] for slot, *_ in order.steps]
+        boundary_times = times.transfer
     else:
-        durations = [times[action] for action in walk.actions]
-        borders = transfer or (0.0,) * (schedule.num_stages - 1)
-    free = [0.0] * schedule.num_ranks
-    passing = [0.0] * walk.num_channels
-    arrival = [0.0] * len(walk.actions)
+        durations = [times[action] for action in order.actions]
+        boundary_times = transfer or (0.0,) * (schedule.num_stages - 1)
+    rank_free = [0.0] * schedule.num_ranks
+    channel_free = [0.0] * order.num_channels
+    available = [0.0] * len(order.actions)
     starts: list[list[float]] = [[] for _ in schedule.rows]
     ends: list[list[float]] = [[] for _ in schedule.rows]
-    for number, (_, rank, source, channel, border) in enumerate(walk.steps):
-        start = free[rank]
-        if source >= 0 and arrival[source] > start:
-            start = arrival[source]
-        end = free[rank] = start + durations[number]
+    for number, (_, rank, source, channel, boundary) in enumerate(order.steps):
+        start = rank_free[rank]
+        if source >= 0 and available[source] > start:
+            start = available[source]
+        end = rank_free[rank] = start + durations[number]
         starts[rank].append(start)
         ends[rank].append(end)
         if channel >= 0:
-            begin = passing[channel]
-            passing[channel] = end = (end if end > begin else begin) + borders[border]
-        arrival[number] = end
+            begin = channel_free[channel]
+            channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
+        available[number] = end
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
 def seconds_of_step(schedule: Schedule, times: Times) -> float:
-    """`simulate(...).step_seconds` without the timeline: a planner asks it of hundreds of schedules.
+    """Compute `simulate(...).step_seconds` without the timeline, for large searches.
 
     >>> from shardwright.schedule import build_schedule
     >>> seconds_of_step(build_schedule("1f1b", 4, 8), Times.uniform(4))
     33.0
     """
-    walk = _walk_of(schedule)
+    order = _walk_of(schedule)
     durations = _by_slot(times)
-    free = [0.0] * schedule.num_ranks
-    passing = [0.0] * walk.num_channels
-    arrival: list[float] = []
-    borders = times.transfer
-    for slot, rank, source, channel, border in walk.steps:
-        start = free[rank]
-        if source >= 0 and arrival[source] > start:
-            start = arrival[source]
-        free[rank] = end = start + durations[slot]
+    rank_free = [0.0] * schedule.num_ranks
+    channel_free = [0.0] * order.num_channels
+    available: list[float] = []
+    boundary_times = times.transfer
+    for slot, rank, source, channel, boundary in order.steps:
+        start = rank_free[rank]
+        if source >= 0 and available[source] > start:
+            start = available[source]
+        rank_free[rank] = end = start + durations[slot]
         if channel >= 0:
-            begin = passing[channel]
-            passing[channel] = end = (end if end > begin else begin) + borders[border]
-        arrival.append(end)
-    return max(free)
+            begin = channel_free[channel]
+            channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
+        available.append(end)
+    return max(rank_free)
 
 
 _SLOTS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
 
 
 def _by_slot(times: Times) -> tuple[float, ...]:
-    """What an action takes, by `_Walk.steps`' slot: kind by kind, stage by stage."""
-    whole = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
-    return (*times.forward, *times.input_gradient, *times.weight_gradient, *whole)
+    """List the times of actions by slot of `_Walk.steps`: kind by kind, stage by stage."""
+    backward = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
+    return (*times.forward, *times.input_gradient, *times.weight_gradient, *backward)
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """All actions in an order in which each comes after what it waits for; no time changes it.
+    """All actions in an order that respects their dependencies, whatever their times.
 
-    `steps`: per action the slot of its time, its rank, the number of the action of another stage that it waits for (-1: none), the
-    channel that it sends on (-1: none) and the border that its message passes.
+    `steps` has for each action the slot of its time, its rank, the number of the action on
+    another stage that it waits for (-1: none), the channel of its message (-1: none) and the
+    boundary that the message crosses.
     """
 
     actions: tuple[Action, ...]
@@ -176,43 +178,48 @@ class _Walk:
 
 @lru_cache(maxsize=256)
 def _walk_of(schedule: Schedule) -> _Walk:
-    rows, holders, num_stages, num = schedule.rows, schedule.rank_of_stage, schedule.num_stages, schedule.num_micro_batches
+    rows = schedule.rows
+    rank_of_stage = schedule.rank_of_stage
+    num_stages = schedule.num_stages
+    num_micro_batches = schedule.num_micro_batches
     actions: list[Action] = []
     steps: list[tuple[int, int, int, int, int]] = []
-    # By (is it a backward, stage, micro-batch), flat: the number of the action that makes it, and the rank that waits for it.
-    backwards = num_stages * num
-    done, waiting = [-1] * (2 * backwards), [-1] * (2 * backwards)
+    # Flat indices over (is it a backward pass, stage, micro-batch): number of the action that
+    # computes a tensor, and the rank that waits for it.
+    num_forwards = num_stages * num_micro_batches
+    action_number = [-1] * (2 * num_forwards)
+    waiting_rank = [-1] * (2 * num_forwards)
     channels: dict[tuple[int, int], int] = {}
-    at = [0] * schedule.num_ranks
+    positions = [0] * schedule.num_ranks
     ready = deque(range(schedule.num_ranks))
     while ready:
         rank = ready.popleft()
         row = rows[rank]
-        for place in range(at[rank], len(row)):
-            action = row[place]
+        for position in range(positions[rank], len(row)):
+            action = row[position]
             kind, stage, micro_batch = action
-            channel = border = before = -1
+            channel = boundary = prerequisite = -1
             if kind != "W":
-                forward = kind == "F"
-                made = stage * num + micro_batch + (0 if forward else backwards)
-                to = stage + 1 if forward else stage - 1
-                if stage > 0 if forward else stage < num_stages - 1:
-                    needed = made - num if forward else made + num
-                    before = done[needed]
-                    if before < 0:
-                        waiting[needed] = rank
-                        at[rank] = place
+                is_forward = kind == "F"
+                output_index = stage * num_micro_batches + micro_batch + (0 if is_forward else num_forwards)
+                target_stage = stage + 1 if is_forward else stage - 1
+                if stage > 0 if is_forward else stage < num_stages - 1:
+                    input_index = output_index - num_micro_batches if is_forward else output_index + num_micro_batches
+                    prerequisite = action_number[input_index]
+                    if prerequisite < 0:
+                        waiting_rank[input_index] = rank
+                        positions[rank] = position
                         break
-                if 0 <= to < num_stages and holders[to] != rank:
-                    channel = channels.setdefault((rank, holders[to]), len(channels))
-                    border = min(stage, to)
-                done[made] = len(actions)
-                if waiting[made] >= 0:
-                    ready.append(waiting[made])
+                if 0 <= target_stage < num_stages and rank_of_stage[target_stage] != rank:
+                    channel = channels.setdefault((rank, rank_of_stage[target_stage]), len(channels))
+                    boundary = min(stage, target_stage)
+                action_number[output_index] = len(actions)
+                if waiting_rank[output_index] >= 0:
+                    ready.append(waiting_rank[output_index])
             actions.append(action)
-            steps.append((_SLOTS[kind] * num_stages + stage, rank, before, channel, border))
+            steps.append((_SLOTS[kind] * num_stages + stage, rank, prerequisite, channel, boundary))
         else:
-            at[rank] = len(row)
+            positions[rank] = len(row)
     if len(actions) < sum(map(len, rows)):
-        raise ScheduleError(f"{schedule.name}: it cannot run to its end; `check` says why", field="schedule")
+        raise ScheduleError(f"{schedule.name} cannot run to its end; `check` reports why", field="schedule")
     return _Walk(tuple(actions), tuple(steps), len(channels))

@@ -1,4 +1,4 @@
-"""Schedules with one stage a rank: GPipe, 1F1B and ZB-H1. p ranks, m micro-batches, rank r holds stage r."""
+"""Schedules with one stage per rank: GPipe, 1F1B and ZB-H1. p ranks, m micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from shardwright.schedule.rows import Row
 
 
 def build_gpipe(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """All forwards, then all backwards: m activations a rank. Huang et al. 2019."""
+    """Build GPipe: all forward passes, then all backward passes; m activations per rank.
+
+    Rank r holds stage r. Source: Huang et al. 2019.
+    """
     rows = []
     for rank in range(num_ranks):
         row = Row(num_micro_batches)
@@ -20,7 +23,10 @@ def build_gpipe(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, .
 
 
 def build_1f1b(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """GPipe's bubble with at most p - r activations on rank r: a backward follows as soon as it can. Narayanan et al. 2019."""
+    """Build 1F1B: GPipe's bubble with at most p - r activations on rank r.
+
+    Each backward pass runs as soon as it can. Source: Narayanan et al. 2019.
+    """
     rows = []
     for rank in range(num_ranks):
         row = Row(num_micro_batches)
@@ -37,10 +43,11 @@ def build_1f1b(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ..
 
 
 def build_zb_h1(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """1F1B with W put off where it would hold others up: a third of its bubble, p activations a rank. Qi et al. 2023, section 2.1.
+    """Build ZB-H1: 1F1B with delayed W; a third of its bubble, p activations per rank.
 
-    Rank r lets r weight gradients wait. With the p - r forwards that 1F1B keeps in flight there that makes p on every rank: as
-    much as 1F1B on its first.
+    W is delayed where other ranks wait. Rank r delays r weight gradients. With the p - r
+    forward passes that 1F1B has in flight there, that makes p on every rank: as many as 1F1B on
+    its first rank. Source: Qi et al. 2023, section 2.1.
     """
     rows = []
     for rank in range(num_ranks):

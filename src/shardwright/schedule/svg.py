@@ -1,4 +1,4 @@
-"""A schedule drawn as one self-contained SVG, readable on light and dark pages, from the simulator's times."""
+"""SVG drawing of a simulated schedule, self-contained and readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from html import escape
 from shardwright.schedule.actions import KINDS
 from shardwright.schedule.simulate import Timeline
 
-_LEFT, _RIGHT, _TOP, _ROW, _BAR = 58, 14, 44, 26, 22
+_LEFT = 58
+_RIGHT = 14
+_TOP = 44
+_ROW = 26
+_BAR = 22
 _MIN_LABEL = 11
-"""Pixels below which an action carries no number."""
+"""Pixels of width below which an action has no number."""
 
 _PAGE_WIDTH = 480
-"""Pixels below which the legend has letters in place of words."""
+"""Pixels of width below which the legend has letters in place of words."""
 
 BARS_STYLE = """
 .schedule .n{font-size:11px;fill:#111;text-anchor:middle}
@@ -22,7 +26,7 @@ BARS_STYLE = """
 .schedule .F0{fill:#9ecbff}.schedule .F1{fill:#5fa8f0}.schedule .B0{fill:#8fdcb0}.schedule .B1{fill:#4fbf85}
 .schedule .I0{fill:#b9ecc9}.schedule .I1{fill:#7fd6a2}.schedule .W0{fill:#ffd98a}.schedule .W1{fill:#eebb4d}
 """
-"""What a page that holds the picture inline needs beside its own style of text."""
+"""CSS that a page with an inline drawing needs besides its own text style."""
 
 _STYLE = f"""
 text{{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#333}}{BARS_STYLE}
@@ -31,17 +35,19 @@ text{{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#333}}{BARS_S
 
 
 def draw_inline(timeline: Timeline, width: int, *, until: float | None = None, unit: str = "units of time") -> str:
-    """The same picture for a page that has `BARS_STYLE`: no style, heading or ids of its own.
+    """Draw the schedule for a page that has `BARS_STYLE`: without own style, heading or ids.
 
     Args:
-        until: where the time axis ends, so that two pictures share it; default the last action's end.
+        until: end of the time axis, so that two drawings share it; default the last action's
+            end.
     """
-    schedule, total = timeline.schedule, max(timeline.step_seconds, until or 0.0)
+    schedule = timeline.schedule
+    total = max(timeline.step_seconds, until or 0.0)
     scale = (width - _LEFT - _RIGHT) / total
     height = _TOP + _ROW * schedule.num_ranks + 40
-    told = f"{schedule}: ranks compute {timeline.utilisation:.1%} of {timeline.step_seconds:.4g} {unit}"
+    description = f"{schedule}: ranks compute {timeline.utilisation:.1%} of {timeline.step_seconds:.4g} {unit}"
     out = [
-        f'<svg class="plot schedule" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(told, quote=True)}">',
+        f'<svg class="plot schedule" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description, quote=True)}">',
         f'<text x="{width - _RIGHT}" y="18" text-anchor="end">ranks compute {timeline.utilisation:.1%} of the step</text>',
         *_legend(timeline, letters=width < _PAGE_WIDTH),
     ]
@@ -51,18 +57,22 @@ def draw_inline(timeline: Timeline, width: int, *, until: float | None = None, u
 
 
 def draw_svg(timeline: Timeline, width: int = 960) -> str:
-    """The schedule as an SVG file: a bar per action with its micro-batch, a row per rank, time along the bottom."""
-    schedule, total = timeline.schedule, timeline.step_seconds
+    """Draw the schedule as an SVG file: a row per rank, a bar per action, time on the x axis.
+
+    Each bar has the number of its micro-batch.
+    """
+    schedule = timeline.schedule
+    total = timeline.step_seconds
     scale = (width - _LEFT - _RIGHT) / total
     height = _TOP + _ROW * schedule.num_ranks + 40
-    told = (
+    description = (
         f"{schedule}. The step takes {total:g} units of time; ranks compute {timeline.utilisation:.1%} of it. "
         "A row per rank, a bar per action with the number of its micro-batch."
     )
     out = [
         f'<svg class="schedule" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" aria-labelledby="t d">',
-        f'<title id="t">{escape(str(schedule))}</title><desc id="d">{escape(told)}</desc><style>{_STYLE}</style>',
+        f'<title id="t">{escape(str(schedule))}</title><desc id="d">{escape(description)}</desc><style>{_STYLE}</style>',
         f'<text class="h" x="{_LEFT}" y="18">{escape(str(schedule))}</text>',
         f'<text x="{width - _RIGHT}" y="18" text-anchor="end">utilisation {timeline.utilisation:.1%}</text>',
         *_legend(timeline),
@@ -74,12 +84,13 @@ def draw_svg(timeline: Timeline, width: int = 960) -> str:
 
 
 def _axis(num_ranks: int, total: float, scale: float, width: int, unit: str) -> list[str]:
-    bottom, out = _TOP + _ROW * num_ranks, []
+    bottom = _TOP + _ROW * num_ranks
+    out = []
     ticks = _ticks(total)
     for tick in ticks[:: -(-len(ticks) * 40 // width)]:
-        at = _LEFT + tick * scale
+        x = _LEFT + tick * scale
         out.append(
-            f'<path class="g" d="M{at:.1f} {bottom}v5"/><text x="{at:.1f}" y="{bottom + 19}" text-anchor="middle">{tick:g}</text>'
+            f'<path class="g" d="M{x:.1f} {bottom}v5"/><text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{tick:g}</text>'
         )
     return [*out, f'<text x="{width - _RIGHT}" y="{bottom + 35}" text-anchor="end">{escape(unit)}</text>']
 
@@ -92,35 +103,38 @@ def _bars(timeline: Timeline, rank: int, scale: float) -> list[str]:
         f'<rect class="p" x="{_LEFT}" y="{top}" width="{timeline.step_seconds * scale:.1f}" height="{_BAR}"/>',
     ]
     for action, start, end in zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
-        x, wide = _LEFT + start * scale, (end - start) * scale
+        x = _LEFT + start * scale
+        length = (end - start) * scale
         out.append(
-            f'<rect class="{action.kind}{stages.index(action.stage) % 2}" x="{x:.1f}" y="{top}" width="{max(wide - 0.8, 0.4):.1f}" '
-            f'height="{_BAR}" rx="2"><title>{action}: {start:.6g} to {end:.6g}</title></rect>'
+            f'<rect class="{action.kind}{stages.index(action.stage) % 2}" x="{x:.1f}" y="{top}" '
+            f'width="{max(length - 0.8, 0.4):.1f}" height="{_BAR}" rx="2"><title>{action}: {start:.6g} to {end:.6g}</title></rect>'
         )
-        if wide >= _MIN_LABEL * (0.5 + 0.5 * len(str(action.micro_batch))):
-            out.append(f'<text class="n" x="{x + wide / 2:.1f}" y="{top + 15}">{action.micro_batch}</text>')
+        if length >= _MIN_LABEL * (0.5 + 0.5 * len(str(action.micro_batch))):
+            out.append(f'<text class="n" x="{x + length / 2:.1f}" y="{top + 15}">{action.micro_batch}</text>')
     return out
 
 
 def _legend(timeline: Timeline, *, letters: bool = False) -> list[str]:
-    """A swatch per kind that occurs; two where ranks hold several stages."""
-    schedule, out, x = timeline.schedule, [], _LEFT
+    """Draw a swatch per kind that occurs; two if ranks have several stages."""
+    schedule = timeline.schedule
+    out = []
+    x = _LEFT
     shades = 2 if schedule.num_stages > schedule.num_ranks else 1
-    for kind, what in ((kind, kind if letters else what) for kind, what in KINDS.items()):
+    for kind, label in ((kind, kind if letters else label) for kind, label in KINDS.items()):
         if any(action.kind == kind for row in schedule.rows for action in row):
             out += [
                 f'<rect class="{kind}{shade}" x="{x + 13 * shade}" y="26" width="12" height="10" rx="2"/>'
                 for shade in range(shades)
             ]
-            out.append(f'<text x="{x + 13 * shades + 4}" y="35">{what}</text>')
-            x += 13 * shades + 24 + 7 * len(what)
+            out.append(f'<text x="{x + 13 * shades + 4}" y="35">{label}</text>')
+            x += 13 * shades + 24 + 7 * len(label)
     if shades == 2 and not letters:
         out.append(f'<text x="{x}" y="35">darker: a rank\'s second, fourth, ... stage</text>')
     return out
 
 
 def _ticks(total: float) -> list[float]:
-    """About ten round numbers from 0 to the end."""
+    """Choose about ten round numbers from 0 to the end."""
     step = 1.0
     while total / step > 14:
         step *= 10

@@ -1,13 +1,16 @@
-"""What travels between ranks under a schedule, and when each rank posts it. It follows from the order of the actions.
+"""Messages between ranks under a schedule, and the points at which each rank posts them.
 
-A stage's output goes to the next stage and the gradient of its input to the stage before; between stages of one rank nothing
-travels. Two ranks have a channel per direction, on which messages pass in the order in which their sender computes them.
+Both follow from the order of the actions. A stage's output goes to the next stage and the
+gradient of its input to the previous one; between stages of one rank nothing is sent. Two ranks
+have a channel per direction, which delivers messages in the order in which their sender
+computes them.
 
-A rank works through its row so: before an action it posts every receive that this action or the `LOOKAHEAD` after it need, then
-waits for what this action needs, computes, and posts its send without waiting. As channels keep their order, posting a
-receive means posting all before it on its channel. Nobody ever waits for a send, so the only thing that can hold a rank up is a
-message whose sender has not computed it: a schedule runs through if its dependencies have no circle, which `check` proves by
-walking these very steps with sends that complete only once their receive is posted.
+Before an action a rank posts every receive that this action or the `LOOKAHEAD` actions after it
+need; it then waits for the input of this action, computes, and posts its send without waiting.
+As channels keep their order, posting a receive means posting all earlier ones on its channel.
+No rank ever waits for a send, so a rank can only be blocked by a message that its sender has
+not computed: a schedule runs to its end if its dependencies have no cycle, which `check` proves
+by executing these very steps with sends that complete only once their receive is posted.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from typing import NamedTuple
 from shardwright.schedule.actions import Action, Schedule
 
 LOOKAHEAD = 2
-"""Actions ahead of which receives are posted: one computes while the next one's input comes in."""
+"""Actions by which receives are posted ahead: one computes while the next one's input arrives.
+"""
 
 
 class Transfer(NamedTuple):
-    """A message that `action` makes: the output of its F, or what its B or I gives the stage before.
+    """Message with the result of `action`: the output of F, or the input gradient of B or I.
 
-    `number` counts the messages of the channel from `sender` to `receiver`, in the order of sending.
+    `number` counts the messages of the channel from `sender` to `receiver`, in the order of
+    sending.
     """
 
     action: Action
@@ -34,15 +39,16 @@ class Transfer(NamedTuple):
 
     @property
     def carries_gradient(self) -> bool:
-        """A gradient of hidden states, not hidden states."""
+        """True for a gradient of hidden states, False for hidden states."""
         return self.action.kind != "F"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One action with its communication: `posts` and then a wait for `needs` before it, `sends` after it.
+    """One action with its communication.
 
-    `local` says that the input comes from another stage of the same rank.
+    The rank posts the receives `posts` and waits for `needs` before the action, and sends
+    `sends` after it. `needs` is None if the input is local.
     """
 
     action: Action
@@ -52,10 +58,12 @@ class Step:
 
 
 def source_of(action: Action, num_stages: int) -> tuple[bool, int] | None:
-    """Whose work on another stage an action waits for: (is it a forward, stage), or None.
+    """Find the action on another stage that an action waits for, as (is it a forward, stage).
 
-    >>> source_of(Action("F", 0, 3), 4), source_of(Action("I", 2, 3), 4), source_of(Action("W", 2, 3), 4)
-    (None, (False, 3), None)
+    >>> source_of(Action("F", 0, 3), 4), source_of(Action("I", 2, 3), 4)
+    (None, (False, 3))
+    >>> source_of(Action("W", 2, 3), 4) is None
+    True
     """
     if action.kind == "F":
         return (True, action.stage - 1) if action.stage else None
@@ -65,47 +73,49 @@ def source_of(action: Action, num_stages: int) -> tuple[bool, int] | None:
 
 
 def plan_steps(schedule: Schedule, lookahead: int = LOOKAHEAD) -> tuple[tuple[Step, ...], ...]:
-    """Every rank's steps. The schedule has passed `check`, or is being checked."""
-    holders, num_stages = schedule.rank_of_stage, schedule.num_stages
-    arrivals: dict[tuple[bool, int, int], Transfer] = {}
+    """Plan every rank's steps. The schedule has passed `check`, or is being checked."""
+    rank_of_stage = schedule.rank_of_stage
+    num_stages = schedule.num_stages
+    incoming: dict[tuple[bool, int, int], Transfer] = {}
     channels: dict[tuple[int, int], list[Transfer]] = {}
     sent: dict[Action, Transfer] = {}
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            to = _receiver(action, num_stages)
-            if to is None or holders[to] in (rank, -1):
+            receiver_stage = _receiver(action, num_stages)
+            if receiver_stage is None or rank_of_stage[receiver_stage] in (rank, -1):
                 continue
-            channel = channels.setdefault((rank, holders[to]), [])
-            transfer = Transfer(action, rank, holders[to], len(channel))
+            channel = channels.setdefault((rank, rank_of_stage[receiver_stage]), [])
+            transfer = Transfer(action, rank, rank_of_stage[receiver_stage], len(channel))
             channel.append(transfer)
-            sent[action] = arrivals[action.kind == "F", action.stage, action.micro_batch] = transfer
+            sent[action] = incoming[action.kind == "F", action.stage, action.micro_batch] = transfer
 
-    def needed(action: Action) -> Transfer | None:
+    def find_input(action: Action) -> Transfer | None:
         source = source_of(action, num_stages)
-        return None if source is None else arrivals.get((*source, action.micro_batch))
+        return None if source is None else incoming.get((*source, action.micro_batch))
 
-    planned = []
+    steps_of_ranks = []
     for row in schedule.rows:
         posted: dict[tuple[int, int], int] = {}
-        needs = [needed(action) for action in row]
-        steps, ahead = [], 0
-        for place, action in enumerate(row):
+        inputs = [find_input(action) for action in row]
+        steps = []
+        num_examined = 0
+        for position, action in enumerate(row):
             posts: list[Transfer] = []
-            while ahead < min(place + lookahead + 1, len(row)):
-                coming = needs[ahead]
-                if coming is not None:
-                    between = coming.sender, coming.receiver
-                    done = posted.get(between, 0)
-                    posts += channels[between][done : coming.number + 1]
-                    posted[between] = max(done, coming.number + 1)
-                ahead += 1
-            steps.append(Step(action, tuple(posts), needs[place], sent.get(action)))
-        planned.append(tuple(steps))
-    return tuple(planned)
+            while num_examined < min(position + lookahead + 1, len(row)):
+                receive = inputs[num_examined]
+                if receive is not None:
+                    channel_key = receive.sender, receive.receiver
+                    num_posted = posted.get(channel_key, 0)
+                    posts += channels[channel_key][num_posted : receive.number + 1]
+                    posted[channel_key] = max(num_posted, receive.number + 1)
+                num_examined += 1
+            steps.append(Step(action, tuple(posts), inputs[position], sent.get(action)))
+        steps_of_ranks.append(tuple(steps))
+    return tuple(steps_of_ranks)
 
 
 def _receiver(action: Action, num_stages: int) -> int | None:
-    """The stage that waits for what an action makes."""
+    """Return the stage that waits for an action's result, or None."""
     if action.kind == "F":
         return action.stage + 1 if action.stage + 1 < num_stages else None
     return None if action.kind == "W" or action.stage == 0 else action.stage - 1

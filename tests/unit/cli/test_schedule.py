@@ -23,7 +23,7 @@ def test_a_named_schedule_is_shown_with_its_numbers(capsys: pytest.CaptureFixtur
 
 def test_too_few_micro_batches_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     run(["schedule", "zb_h1", "--stages", "4", "--micro-batches", "4"])
-    assert "warning: 4 micro-batches for 4 pipeline ranks: at best 4 / 7 = 57%" in capsys.readouterr().out
+    assert "warning: 4 micro-batches on 4 pipeline ranks: utilisation at most 4 / 7 = 57%" in capsys.readouterr().out
 
 
 def test_json_is_all_of_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def test_only_files_and_pipes_are_recipes(tmp_path: Path) -> None:
 def test_a_pipe_without_a_writer_is_waited_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.config.load._PIPE_SECONDS", 0.05)
     os.mkfifo(tmp_path / "run.yaml")
-    with pytest.raises(RecipeError, match="nobody wrote into this pipe"):
+    with pytest.raises(RecipeError, match="nothing was written to this pipe"):
         load_recipe(tmp_path / "run.yaml")
 
 

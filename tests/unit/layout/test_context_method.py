@@ -33,11 +33,11 @@ def test_zigzag_gives_every_rank_as_many_pairs_to_compute(degree: int) -> None:
         (Layout(cp=2), {}, "ulysses", "heads divide by 2"),
         (Layout(cp=2, tp=2), {}, "ulysses", "4 ranks of tp x cp"),
         (Layout(cp=8), {}, "ring", "heads do not divide"),
-        (Layout(cp=4, tp=4), {"num_heads": 64, "num_kv_heads": 64}, "ring", "16 ranks of tp x cp may not sit in one node"),
+        (Layout(cp=4, tp=4), {"num_heads": 64, "num_kv_heads": 64}, "ring", "16 ranks of tp x cp may not fit in one node"),
         (Layout(cp=3), {"sequence_length": 66}, "ring", "heads do not divide by 3"),
-        (Layout(cp=3), {"sequence_length": 66, "windows": (8, 8, None)}, "all_gather", "windows are within a chunk of 11"),
+        (Layout(cp=3), {"sequence_length": 66, "windows": (8, 8, None)}, "all_gather", "windows of at most a chunk (11 tokens)"),
         (Layout(cp=3), {"sequence_length": 66, "windows": (8, None)}, "ring", "heads do not divide by 3"),
-        (Layout(cp=2, cp_method="ring"), {}, "ring", "as asked for"),
+        (Layout(cp=2, cp_method="ring"), {}, "ring", "set by layout.cp_method"),
     ],
 )
 def test_what_auto_comes_to_and_why(layout: Layout, changes: dict[str, Any], method: str, why: str) -> None:
@@ -58,11 +58,11 @@ def test_one_rank_has_nothing_to_refuse() -> None:
         (Layout(cp=4, cp_method="ulysses"), {"sequence_length": 62}, r"62 tokens .* by cp = 4.*60 or 64"),
         (Layout(cp=2, tp=4, cp_method="ring"), {"sequence_length": 60}, r"60 tokens .* = 8.*56 or 64"),
         (Layout(cp=3, cp_method="ulysses"), {}, r"8 heads do not divide by 3 .*got 3.*nearest degree that works is 2"),
-        (Layout(cp=4, tp=4, cp_method="ulysses"), {}, r"2 heads \(of each of 4 tensor-parallel ranks\) do not divide by 4"),
+        (Layout(cp=4, tp=4, cp_method="ulysses"), {}, r"2 heads \(on each of 4 tensor-parallel ranks\) do not divide by 4"),
         (
             Layout(cp=2, cp_method="ulysses"),
             {"num_heads": 6, "num_kv_heads": 3},
-            r"3 key-value heads evenly among 2 .*nearest degree that works is 1; cp_method ring and all_gather cut no heads",
+            r"3 key-value heads evenly over 2 .*nearest degree that works is 1; cp_method ring and all_gather do not split heads",
         ),
     ],
 )

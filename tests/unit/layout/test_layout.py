@@ -37,7 +37,7 @@ def test_the_degree_left_out_takes_the_rest(text: str, world_size: int, expected
     [
         ("tp=3", 4, "3 does not divide 4 ranks"),
         ("dp_shard=3", 4, "does not divide"),
-        ("dp_shard=2,dp_replicate=4", 4, "= 8, but 4 ranks run"),
+        ("dp_shard=2,dp_replicate=4", 4, "= 8, but there are 4 ranks"),
         ("dp_shard=2,zero_stage=0", 2, "shards nothing"),
         ("ep=3", 4, "ep = 3 does not divide"),
         ("", 0, "at least one rank"),

@@ -46,7 +46,7 @@ def test_what_is_left_over_goes_to_the_end_unless_the_head_is_there() -> None:
     [
         (3, (0, 1, 2, 3), "nearest that works is pp=3"),
         (5, (0, 1, 2, 0, 1, 2), "nearest that works is pp=2"),
-        (1, (0, 1, 1, 0), "one stage a rank, or pp=1"),
+        (1, (0, 1, 1, 0), "one stage per rank, or pp=1"),
     ],
 )
 def test_too_few_layers_are_refused_with_what_works(layers: int, ranks: tuple[int, ...], words: str) -> None:

@@ -188,7 +188,7 @@ def test_cuts_that_need_to_know_its_inside_are_refused(degree: str) -> None:
     dp_shard = 2 if degree == "ep" else 1
     layout = Layout(**{degree: 2, "dp_shard": dp_shard, "zero_stage": 3 if dp_shard > 1 else 0})
     with pytest.raises(
-        LayoutError, match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM, of which we do not know"
+        LayoutError, match=rf"layout.{degree}: opt runs through transformers' own OPTForCausalLM; shardwright does not know"
     ):
         placement.check(read("opt"), layout, 16)
 

@@ -17,18 +17,18 @@ from shardwright.schedule import FAMILIES, Schedule, Times, build_schedule, chec
     [
         ("0F0,0B0\n1F0,1F1,1B0,1B1", "0F1 is missing"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1", "stage 1, micro-batch 1 has F:"),
-        ("0F0,0B0,0B0\n1F0,1B0", "0B0 stands there 2 times"),
+        ("0F0,0B0,0B0\n1F0,1B0", "0B0 occurs 2 times"),
         ("0F0,0B0,0W0\n1F0,1B0", "has B and F and W"),
         ("0F0,0I0\n1F0,1B0", "has F and I"),
-        ("0F0,0B0\n1B0,1F0", "1B0 (number 1) stands before 1F0"),
-        ("0F0,0W0,0I0\n1F0,1B0", "0W0 (number 2) stands before 0I0"),
+        ("0F0,0B0\n1B0,1F0", "1B0 (number 1) comes before 1F0"),
+        ("0F0,0W0,0I0\n1F0,1B0", "0W0 (number 2) comes before 0I0"),
         ("0F0,0B0\n2F0,2B0", "no rank computes stage 1 of 3"),
         ("0F0,0B0\n0F1,0B1", "rank 1 computes 0F1, but stage 0 is on rank 0"),
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
-            "deadlock: rank 0 stands at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 stands at 1F1",
+            "deadlock: rank 0 is at 0B0 and waits for 1B0 or 1I0 of rank 1; rank 1 is at 1F1",
         ),
-        ("1F0,0F0,0B0,1B0", "deadlock: rank 0 stands at 1F0 and waits for 0F0 of rank 0"),
+        ("1F0,0F0,0B0,1B0", "deadlock: rank 0 is at 1F0 and waits for 0F0 of rank 0"),
     ],
 )
 def test_what_cannot_run_is_named(text: str, words: str) -> None:

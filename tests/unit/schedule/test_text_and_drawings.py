@@ -30,10 +30,10 @@ def test_pauses_remarks_and_pairs_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0,0B0\n1F0,1X0", "line 2, cell 2 of bad is no action (got '1X0'"),
-        ("0F0,F0", "line 1, cell 2 of bad is no action"),
+        ("0F0,0B0\n1F0,1X0", "line 2, cell 2 of bad is not an action (got '1X0'"),
+        ("0F0,F0", "line 1, cell 2 of bad is not an action"),
         ("0F0,1RECV_B0", "is communication, which follows"),
-        ("\n# nothing\n", "bad holds no action"),
+        ("\n# nothing\n", "bad contains no action"),
     ],
 )
 def test_cells_that_are_none_are_named(text: str, words: str) -> None:
@@ -44,7 +44,7 @@ def test_cells_that_are_none_are_named(text: str, words: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path, words in ((tmp_path / "none", "No such file"), (tmp_path / "binary", "is no text")):
+    for path, words in ((tmp_path / "none", "No such file"), (tmp_path / "binary", "not UTF-8 text")):
         with pytest.raises(ScheduleError, match=words):
             read_schedule(path)
 

@@ -145,7 +145,7 @@ def test_ranks_that_would_choose_differently_take_fp32(
 
 
 def test_no_plan_says_auto(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="resolve chooses the precision"):
+    with pytest.raises(AssertionError, match="`resolve` resolves `auto`"):
         resolve(recipe_in(tmp_path), 1)
     plan = resolve(recipe_in(tmp_path), 1, PrecisionChoice("bf16", "a test says so"))
     assert (plan.precision.kind, plan.precision_reason) == ("bf16", "a test says so")
