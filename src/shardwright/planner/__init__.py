@@ -1,4 +1,5 @@
-"""What a layout costs before anybody pays for it: memory and time of a training step, and the best layout. No torch."""
+"""Predict memory and time of a training step under a layout, and find the best layout. Imports
+no torch."""
 
 from shardwright.planner.candidate import SHARDWRIGHT, Adapter, Candidate, Engine
 from shardwright.planner.efficiency import Efficiency

@@ -1,6 +1,7 @@
-"""What is read of a row's notes: settings by patterns whose first group is the value, and nothing else. Torch-free.
+"""Settings read from a row's notes by regular expressions. Imports no torch.
 
-Notes also tell how a run ended. Of their words only those get past `read_notes` that one of the patterns names.
+Notes also state how a run ended. `read_notes` only returns text that matches one of the
+patterns.
 """
 
 from __future__ import annotations
@@ -74,22 +75,24 @@ NOTE_KEYS: dict[str, str] = {
     "routing": r"\b(tokendrop)\b",
     "without_prediction": r"(w/o MTP)",
 }
-"""What is read of `notes`: a kernel, a trainer and its settings, by patterns whose first group is the value."""
+"""Pattern of each setting in `notes` (kernel, framework and its settings). The first group is
+the value."""
 
 
 def read_notes(notes: str) -> dict[str, str]:
-    """The value of every key of `NOTE_KEYS`, "" where the notes do not have it.
+    """Return the value of every key of `NOTE_KEYS`, "" if it is not in the notes.
 
     >>> found = read_notes("OOM; QLoRA r=64, all-linear; paged_adamw_8bit; no gradient checkpointing; mbs 2 x grad accum 8")
     >>> [found[key] for key in ("adapter", "rank", "targets", "optimizer", "checkpointing", "micro_batch", "grad_accum")]
     ['QLoRA', '64', 'all-linear', 'paged_adamw_8bit', 'no gradient checkpointing', '2', '8']
     """
-    found = {key: re.search(pattern, notes) for key, pattern in NOTE_KEYS.items()}
-    return {key: match[1].strip() if match else "" for key, match in found.items()}
+    matches = {key: re.search(pattern, notes) for key, pattern in NOTE_KEYS.items()}
+    return {key: match[1].strip() if match else "" for key, match in matches.items()}
 
 
 def read_columns(row: Mapping[str, str]) -> dict[str, str]:
-    """What columns say in a note's words, before they are spelled: `HYBRID_SHARD` as a ZeRO stage, `nf4` as a precision."""
+    """Return settings that columns state in the words of notes: `HYBRID_SHARD` as a ZeRO stage,
+    `nf4` as a precision."""
     return {
         "notes.within_node": read_notes(row["zero_stage"])["within_node"] or row["notes.within_node"],
         "notes.quantization": read_notes(row["precision"])["quantization"] or row["notes.quantization"],
@@ -97,8 +100,8 @@ def read_columns(row: Mapping[str, str]) -> dict[str, str]:
 
 
 def fill_from_notes(row: Mapping[str, str]) -> dict[str, str]:
-    """The row, spelled, with columns that it leaves empty as its notes have them."""
-    said = {
+    """Fill empty columns of a normalised row from its notes."""
+    from_notes = {
         "recompute": spell_recompute(row["notes.checkpointing"]),
         "zero_stage": spell_zero_stage(row["notes.sharding"]),
         "flash_attention": spell_yes_no(row["notes.attention"]),
@@ -106,4 +109,4 @@ def fill_from_notes(row: Mapping[str, str]) -> dict[str, str]:
         "tp": row["notes.tensor"],
         "pp": row["notes.pipeline"],
     }
-    return {**row, **{column: row[column] or value for column, value in said.items()}}
+    return {**row, **{column: row[column] or value for column, value in from_notes.items()}}
