@@ -6,21 +6,21 @@ hidden size, F feed-forward width, Q query width, K width of keys (or values), H
 experts, c bytes per activation, tp the tensor-parallel degree. Q, K, F and H are those of the
 rank.
 
-    operation            saved                  notes
-    norm                 S D c                  its input, the residual stream
-    column matmuls       N D c                  their shared input: the norm's output, gathered over
-                                                tp under sequence parallelism
-    rotary embedding     0                      the backward pass applies the inverse rotation
-    q and k norms        N (Q + K) c            their inputs
-    attention            N (2 Q + 2 K) c        q, k, v and the output (also the input of the output
-                         + 4 N H                projection); log-sum-exp in fp32
-      not fused          + N T H (4 + c)        weights in fp32 and cast; with a soft cap N T H c more
-    gated feed-forward   3 N F c                gate and up (the activation is recomputed), and their
-                                                product, the input of the down projection
-    ungated feed-forward 2 N F c                before and after the activation
-    experts              k N (3 D + 3 F) c      rows sent to k experts: inputs, outputs, reordered;
-                         + 8 N E                router
-    post norm            S D c                  its input
+    operation             saved               notes
+    norm                  S D c               its input, the residual stream
+    column matmuls        N D c               their shared input: the norm's output, gathered
+                                              over tp under sequence parallelism
+    rotary embedding      0                   the backward pass applies the inverse rotation
+    q and k norms         N (Q + K) c         their inputs
+    attention             N (2 Q + 2 K) c     q, k, v and the output (also the input of the
+                          + 4 N H             output projection); log-sum-exp in fp32
+      not fused           + N T H (4 + c)     weights, fp32 and cast; N T H c more if soft-capped
+    gated feed-forward    3 N F c             gate and up (the activation is recomputed), and
+                                              their product, the input of the down projection
+    ungated feed-forward  2 N F c             before and after the activation
+    experts               k N (3 D + 3 F) c   rows sent to k experts: input, output, reordered;
+                          + 8 N E             router
+    post norm             S D c               its input
 
 Recomputation: `full` saves the block's input, S D c. `selective` saves that and the results of
 matmuls and attention.
@@ -247,7 +247,7 @@ def head_logits(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
     # counted there.
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
     if candidate.engine.frees_in_backward:
-        hidden_gradient *= 2  # the hidden states themselves are live too: every chunk reads them
+        hidden_gradient *= 2  # every chunk also reads the hidden states
     return chunk * vocab * per_logit + hidden_gradient + weight_gradient, weight * (size if sharded else wide)
 
 

@@ -116,9 +116,10 @@ def _remedy(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, predict
         counts = _nearest_counts(facts, cluster, question)
         total = question.global_batch_size
         batch = "one batch per rank" if total is None else f"a batch of {total} sequences"
-        return f"No degrees that divide the model's heads, widths and layers and {batch} multiply to {num_gpus:,}; " + (
-            f"{' or '.join(f'{count:,}' for count in counts)} GPUs would work" if counts else "Change the global batch"
-        )
+        reason = f"No degrees dividing heads, widths, layers and {batch} multiply to {num_gpus:,}"
+        alternatives = " or ".join(f"{count:,}" for count in counts)
+        remedy = f"{alternatives} GPUs would work" if counts else "Change the global batch"
+        return f"{reason}; {remedy}"
     for degree in (d for d in divisors(num_gpus) if d <= cluster.domain_size):
         layout = replace(question.template.layout, tp=degree, dp_shard=num_gpus // degree, zero_stage=3 if num_gpus > degree else 0)
         total = question.global_batch_size or num_gpus // degree
@@ -132,13 +133,15 @@ def _remedy(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, predict
         if total % (num_gpus // degree) == 0 and why_not_at_all(predictor, question, candidate) is None:
             change, changed = cheapest_change(predictor, question, candidate)
             if change is not None and changed is not None:
-                remedies.append(f"{candidate.describe()} with full recompute would fit with {change}")
+                layout_name = candidate.describe()
+                remedies.append(f"{layout_name} with full recomputation would fit with {change}")
                 break
     larger = fewest_gpus(facts, cluster, efficiency, question)
     if larger is not None:
         size = format_bytes(larger.memory.total)
-        remedies.append(f"{larger.num_gpus} of these GPUs would be enough: {larger.candidate.describe()}, {size} each")
-    return "; ".join(remedies) or "Shorten training.sequence_length, or use a smaller model or larger GPUs"
+        enough = f"{larger.num_gpus} of these GPUs would be enough"
+        remedies.append(f"{enough}: {larger.candidate.describe()}, {size} each")
+    return "; ".join(remedies) or "Use a shorter sequence_length, a smaller model or larger GPUs"
 
 
 def _can_be_cut(facts: ModelFacts, cluster: Cluster, question: Question, num_gpus: int) -> bool:

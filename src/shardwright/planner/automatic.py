@@ -29,7 +29,8 @@ def cluster_of(section: ClusterSection, world_size: int) -> Cluster:
     """Build the recipe's cluster with one device per rank.
 
     Raises:
-        InputError: unknown devices or links, or a number of ranks that is no multiple of a node's devices.
+        InputError: unknown devices or links, or a number of ranks that is no multiple of a
+            node's devices.
     """
     profile = None if section.profile is None else load_profile(section.profile)
     return resized(parse_cluster(section.node, link=section.link, profile=profile), world_size)
@@ -68,12 +69,15 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
     result = search(Predictor(facts, cluster, efficiency), question, top=1)
     if result.chosen is None:
         larger = fewest_gpus(facts, cluster, efficiency, question)
-        remedy = None if larger is None else f"Use {larger.num_gpus} devices: {larger.candidate.describe()}"
+        remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
+        if larger is not None:
+            remedy = f"Use {larger.num_gpus} devices: {larger.candidate.describe()}"
+        capacity = format_bytes(cluster.accelerator.memory_bytes)
         raise LayoutError(
-            f"no layout that the recipe allows fits on {world_size} devices of {format_bytes(cluster.accelerator.memory_bytes)}",
+            f"no layout that the recipe allows fits on {world_size} devices of {capacity}",
             field="layout",
             got="auto",
-            remedy=remedy or "Shorten the sequence, do not set recompute and micro_batch_size, or run `shardwright plan`",
+            remedy=remedy,
         )
     return put_in(recipe, result.chosen.candidate), result.chosen
 

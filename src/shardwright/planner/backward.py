@@ -6,13 +6,13 @@ frees them when it finishes. Bytes on this rank, from the block's output to its 
 residual stream, n all of its tokens at model width, f feed-forward width, q queries, k keys, e
 rows sent to experts (0 without), w a norm's gradient.
 
-    operation       live beside the saved tensors                      freed by then
-    down matmul     r, e, f; n if sequence parallelism gathers it      nothing
-    gate            r, f of its output, f of each input, f temporary   f, e
-    no gate         r, f of its output, f of its input                 f
-    up matmul       r, 2 n, and with a gate f                          3 f with a gate, else 2 f; e
-    norm            2 r, w                                             the same, and n
-    attention       r, 2 q, 2 k, gradients of scores if not fused      the same, and r
+    operation    live beside the saved tensors                     freed by then
+    down matmul  r, e, f; n if sequence parallelism gathers it     nothing
+    gate         r, f of its output, f of each input, f temporary  f, e
+    no gate      r, f of its output, f of its input                f
+    up matmul    r, 2 n, and with a gate f                         3 f with a gate, else 2 f; e
+    norm         2 r, w                                            the same, and n
+    attention    r, 2 q, 2 k, gradients of scores if not fused     the same, and r
 """
 
 from __future__ import annotations

@@ -291,7 +291,8 @@ def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tu
     if experts is not None:
         rows = tokens * experts.experts_per_token
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
-        dispatched = _sent_rows(facts, candidate) * shape.hidden_size  # gathered, weighted, added back
+        # Rows are gathered, weighted and added back.
+        dispatched = _sent_rows(facts, candidate) * shape.hidden_size
         if experts.expert_bias:
             # Biases added to rows and a clamped gate are separate operations: forward they read
             # and write about nine tensors of the inner width, backward twice as many, and two

@@ -45,17 +45,21 @@ def _chosen(found: Found) -> str | None:
     if found.with_room is not None and found.best is not None:
         passed_over = found.best
         return (
-            f"{passed_over.candidate.describe()} would take {format_seconds(passed_over.time.step)} per step and "
-            f"{format_bytes(passed_over.memory.total)} of {format_bytes(chosen.memory_capacity_bytes)}; "
-            f"{chosen.candidate.describe()} takes {format_seconds(chosen.time.step)} and {format_bytes(chosen.memory.total)}, "
+            f"{passed_over.candidate.describe()} would take "
+            f"{format_seconds(passed_over.time.step)} per step and "
+            f"{format_bytes(passed_over.memory.total)} of "
+            f"{format_bytes(chosen.memory_capacity_bytes)}; "
+            f"{chosen.candidate.describe()} takes {format_seconds(chosen.time.step)} "
+            f"and {format_bytes(chosen.memory.total)}, "
             f"which leaves room for {MEMORY_ERROR_SHARE:.0%} more memory than predicted."
         )
     if chosen is fastest:
         return f"{chosen.candidate.describe()} is the fastest layout that fits."
     slower = chosen.time.step / fastest.time.step - 1
+    name = fastest.candidate.describe()
     return (
-        f"{chosen.candidate.describe()} is {slower:.1%} slower than the fastest ({fastest.candidate.describe()}), "
-        "less than the precision of predictions, and has less partitioning."
+        f"{chosen.candidate.describe()} is only {slower:.1%} slower than the fastest ({name}) "
+        "and has less partitioning; predictions are not that precise."
     )
 
 
@@ -71,8 +75,9 @@ def _tensor_links(predictor: Predictor, question: Question) -> str | None:
         return None
     assert cluster.inter is not None
     return (
-        f"Tensor parallelism over {inside} GPUs uses {cluster.intra.name} only: its traffic takes {_share(within, 'tensor')} "
-        f"of the step; over {outside} it also uses {cluster.inter.name} and takes {_share(across, 'tensor')} "
+        f"Tensor parallelism over {inside} GPUs uses {cluster.intra.name} only: "
+        f"its communication takes {_share(within, 'tensor')} of the step; "
+        f"over {outside} it also uses {cluster.inter.name}, {_share(across, 'tensor')} of the step "
         f"({_per_gpu(within)} against {_per_gpu(across)} tokens/s per GPU)."
     )
 
@@ -88,8 +93,10 @@ def _micro_batches(predictor: Predictor, question: Question) -> str | None:
         candidate = _candidate(question, recompute="full", pp=stages)
         candidate = replace(candidate, micro_batch_size=1, gradient_accumulation_steps=rounds * stages)
         prediction = predictor.predict(candidate)
-        bubbles.append(f"{prediction.time.bubble / prediction.time.step:.0%} with {rounds * stages}")
-    return f"A pipeline of {stages} stages (1F1B) idles for {', '.join(bubbles)} micro-batches per step."
+        share = prediction.time.bubble / prediction.time.step
+        bubbles.append(f"{share:.0%} with {rounds * stages}")
+    shares = ", ".join(bubbles)
+    return f"A pipeline of {stages} stages (1F1B) idles for {shares} micro-batches per step."
 
 
 def _sharding_or_cutting(predictor: Predictor, question: Question, found: Found) -> str | None:
@@ -103,9 +110,11 @@ def _sharding_or_cutting(predictor: Predictor, question: Question, found: Found)
         return None if other is None else f"Nothing fits {missing} tensor parallelism."
     ahead, behind = sorted((without, with_tensor), key=lambda prediction: prediction.time.step)
     return (
-        f"Without tensor parallelism the best is {without.candidate.describe()} ({format_seconds(without.time.step)}, "
-        f"{format_seconds(without.time.exposed)} of it exposed communication); with it {with_tensor.candidate.describe()} "
-        f"({format_seconds(with_tensor.time.step)}, {format_seconds(with_tensor.time.exposed)}): "
+        f"Without tensor parallelism the best is {without.candidate.describe()} "
+        f"({format_seconds(without.time.step)}, {format_seconds(without.time.exposed)} of it "
+        f"exposed communication); with it {with_tensor.candidate.describe()} "
+        f"({format_seconds(with_tensor.time.step)}, "
+        f"{format_seconds(with_tensor.time.exposed)}): "
         f"{behind.time.step / ahead.time.step - 1:.1%} apart."
     )
 
@@ -116,19 +125,21 @@ def _recomputation(predictor: Predictor, question: Question, chosen: Prediction)
     plain = replace(chosen.candidate, recompute="none")
     full = predictor.predict(replace(plain, recompute="full"))
     none = predictor.predict(plain)
-    saved = none.memory.total - full.memory.total
+    saved = format_bytes(none.memory.total - full.memory.total)
     cost = full.time.step / none.time.step - 1
-    sentence = f"With this layout full recomputation saves {format_bytes(saved)} per GPU and adds {cost:.0%} of time"
+    sentence = f"Full recomputation saves {saved} per GPU and adds {cost:.0%} of time"
     layout = chosen.candidate.layout
     stage = layout.zero_stage
     if layout.data_ranks * layout.cp > 1 and stage < 3:
         more_sharded = replace(layout, zero_stage=stage + 1, dp_shard=layout.data_ranks, dp_replicate=1)  # type: ignore[arg-type]
         sharded = predictor.predict(replace(plain, layout=more_sharded))
         sentence += (
-            f"; zero_stage {stage + 1} saves {format_bytes(none.memory.total - sharded.memory.total)} "
+            f"; zero_stage {stage + 1} saves "
+            f"{format_bytes(none.memory.total - sharded.memory.total)} "
             f"and adds {sharded.time.step / none.time.step - 1:.0%}"
         )
-    return sentence + f" (without either: {format_bytes(none.memory.total)}{'' if none.fits else ', which does not fit'})."
+    fit = "" if none.fits else ", which does not fit"
+    return sentence + f" (without either: {format_bytes(none.memory.total)}{fit})."
 
 
 def _adapters(predictor: Predictor, question: Question, chosen: Prediction) -> str | None:
@@ -140,7 +151,8 @@ def _adapters(predictor: Predictor, question: Question, chosen: Prediction) -> s
     if best is None:
         return None
     return (
-        f"Low-rank adapters (rank {LORA_RANK}) in place of all weights would take {format_bytes(best.memory.total)} per GPU "
+        f"Low-rank adapters (rank {LORA_RANK}) in place of all weights would take "
+        f"{format_bytes(best.memory.total)} per GPU "
         f"and run at {best.tokens_per_second:,.0f} tokens/s ({best.candidate.describe()}), "
         f"against {format_bytes(chosen.memory.total)} and "
         f"{chosen.tokens_per_second:,.0f}."

@@ -384,7 +384,7 @@ def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, acce
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:
-        engine = replace(engine, norm_tensors=2.0)  # one fused kernel saves its input and its output
+        engine = replace(engine, norm_tensors=2.0)  # the fused kernel's input and output
     if engine.name == "megatron-core" and follows_performance_recipe(row["notes.framework"], row["source"]):
         engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
     if engine.name == "deepspeed" and re.search(_FIRST_ZERO_3, row["source"].lower()):

@@ -32,10 +32,10 @@ from shardwright.planner.sparse_recipes import expert_features, expert_parallel,
 from shardwright.planner.spelling import spell_number, spell_row
 
 CONFIGURATION = (
-    "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab",
-    "seq_len", "num_experts", "top_k", "gpu", "gpus", "gpus_per_node", "tp", "pp", "cp", "ep", "dp", "virtual_pp", "zero_stage",
-    "micro_batch", "global_batch", "recompute", "sequence_parallel", "precision", "flash_attention", "compile", "task",
-    "mem_metric",
+    "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads",
+    "ffn_hidden", "vocab", "seq_len", "num_experts", "top_k", "gpu", "gpus", "gpus_per_node", "tp",
+    "pp", "cp", "ep", "dp", "virtual_pp", "zero_stage", "micro_batch", "global_batch", "recompute",
+    "sequence_parallel", "precision", "flash_attention", "compile", "task", "mem_metric",
 )  # fmt: skip
 """Columns that are read. `source` only names the framework and its release, and `mem_metric`
 the total that the row reports."""
@@ -68,7 +68,8 @@ class Case:
 def configuration(row: Mapping[str, str]) -> dict[str, str]:
     """Return the row without its results: configuration columns and the keys of its notes.
 
-    >>> configuration({"gpu": "H100", "notes": "OOM; kernel=torch; great", "step_time_s": "3"})["notes.kernel"]
+    >>> row = {"gpu": "H100", "notes": "OOM; kernel=torch; great", "step_time_s": "3"}
+    >>> configuration(row)["notes.kernel"]
     'torch'
     """
     columns = {name: (row.get(name) or "").strip() for name in CONFIGURATION}
@@ -84,8 +85,8 @@ def read_cases(path: str | Path) -> Iterator[Case]:
 
     Raises:
         DataError: the file cannot be read, or columns are missing; names them.
-        InputError: a row names an unknown accelerator, or too few sizes of its model; includes the
-            row's id.
+        InputError: a row names an unknown accelerator, or too few sizes of its model; includes
+            the row's id.
     """
     for row in read_rows(path):
         yield read_case(row["id"], configuration(row))

@@ -1,11 +1,11 @@
 """Bytes on the rank with the most memory, by part, at the three possible peaks of a step.
 Imports no torch.
 
-    loss        all activations in flight are saved; the loss has its logits, and one group of
-                parameters is gathered beyond what the backward pass needs
-    backward    most activations are freed, gradients are complete, reduction buffers are in use,
-                the embedding's gradient is computed
-    update      no activations or gathered parameters; optimizer states, as at all times
+    loss      all activations in flight are saved; the loss has its logits, and one group of
+              parameters is gathered beyond what the backward pass needs
+    backward  most activations are freed, gradients are complete, reduction buffers are in use,
+              the embedding's gradient is computed
+    update    no activations or gathered parameters; optimizer states, as at all times
 
 Parts that persist between steps (weights, gradients, optimizer) follow the trainer's
 `placement.place`.
@@ -103,7 +103,8 @@ def _apart(candidate: Candidate, standing: Standing, live: _Live, peak: MemoryPa
     if fresh:
         fresh *= fresh / (fresh + _REUSED * live.per_pass)
     update_copies = engine.update_bytes * (trained.shard if candidate.layout.zero_stage else trained.whole)
-    return late_shards + fresh + max(0.0, update_copies - peak.logits)  # freed logits leave blocks of that size
+    # The freed logits leave blocks of the copies' size.
+    return late_shards + fresh + max(0.0, update_copies - peak.logits)
 
 
 def updated_gradients(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
@@ -194,7 +195,7 @@ def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Sta
     fresh = trained.whole * engine.fresh_gradient_bytes
     standing = Standing(weights, gradients, reduced, fresh, updated, optimizer, parameters, trained, at_loss)
     if stage == 0 or layout.fsdp == 1:
-        return standing  # copies in the compute precision count with the micro-batches in flight
+        return standing  # cast copies count with the micro-batches in flight
     return standing._replace(at_loss=at_loss + _gathered(facts, candidate, load, standing, root=False))
 
 
@@ -215,7 +216,7 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
             for kind, count in zip(facts.kinds, load.layers, strict=True):
                 unquantised = [product for product in kind.products if product.role in candidate.adapter.unquantised]
                 matrices -= count * sum(product.num_in * product.num_out for product in unquantised) / layout.tp
-            matrices *= elements / held.whole if held.whole else 0.0  # 0 for a stage without layers
+            matrices *= elements / held.whole if held.whole else 0.0  # 0 without layers
             unquantised_bytes = size if engine.unquantised_bytes is None else engine.unquantised_bytes
             frozen = (elements - matrices) * unquantised_bytes + matrices * engine.nf4_bytes
         return frozen + (trained.shard if layout.zero_stage >= 1 else trained.whole) * candidate.master_bytes

@@ -230,7 +230,8 @@ def shape_of_row(row: Mapping[str, str], *, tied: bool | None = None, expert_wid
     """Return the shape of a row's model: by name if the name is known, else from its columns.
 
     Args:
-        row: columns model_name, layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len, num_experts, top_k, params_b.
+        row: columns model_name, layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len,
+            num_experts, top_k, params_b.
         tied: embeddings as stated in the row's notes; None follows the name.
         expert_width: expert width as stated in the row's notes; None uses ffn_hidden.
 
@@ -261,7 +262,8 @@ def _agrees(row: Mapping[str, str], shape: ModelShape) -> bool:
     """Return True if the row's width and the size in its model's name match the shape
     (`DeepSeek-V3-16B` does not)."""
     name = row["model_name"].lower()
-    stated_size = None if re.search(r"\d+e\b", name) else re.search(BILLIONS, name)  # `17b-128e` counts active parameters
+    # `17b-128e` counts active parameters.
+    stated_size = None if re.search(r"\d+e\b", name) else re.search(BILLIONS, name)
     is_near = stated_size is None or 0.8 < float(stated_size[1]) * 1e9 / shape.num_parameters < 1.25
     return _integer(row, "hidden", 0) in (0, shape.hidden_size) and is_near
 
@@ -304,7 +306,8 @@ def _hybrid(parts: _StandIn) -> ModelShape:
         experts=ExpertShape(
             parts.num_experts,
             parts.experts_per_token,
-            64 * round(parts.expert_width / 64),  # the true width fills matmul tiles; keep that at two thirds
+            # The true width fills matmul tiles; two thirds of it must do so too.
+            64 * round(parts.expert_width / 64),
             shared_intermediate_size=64 * round(parts.shared_width / 64),
         ),
     )
@@ -410,6 +413,6 @@ def _integer(row: Mapping[str, str], key: str, default: int | None = None) -> in
             field=f"measurements.{key}",
             got=f"an empty field for {row['model_name']!r}",
             allowed="a whole number",
-            remedy="Fill in layers, hidden, heads, ffn_hidden and vocab, or use the name of a known model",
+            remedy="Fill in layers, hidden, heads, ffn_hidden and vocab, or name a known model",
         )
     return default

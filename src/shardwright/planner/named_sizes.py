@@ -27,7 +27,8 @@ def named_sizes() -> dict[str, dict[str, Any]]:
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], dict[str, Any]], ...]:
-    separator = r"(?:[-_ /()]|\.(?!\d)|(?<!\d)\.)*"  # a point between digits is no separator: Llama 2 7B is not Llama 2.7B
+    # A point between digits is no separator: Llama 2 7B is not Llama 2.7B.
+    separator = r"(?:[-_ /()]|\.(?!\d)|(?<!\d)\.)*"
     return tuple(
         (re.compile(f"(?<![a-z0-9])(?:{re.sub(' [?]?', lambda _: separator, words)})(?![a-z0-9])"), sizes)
         for words, sizes in named_sizes().items()

@@ -25,8 +25,8 @@ def predict(shape: ModelShape, candidate: Candidate, cluster: Cluster, efficienc
     size may be smaller than the cluster; it then uses the first ranks.
 
     Raises:
-        InputError: the accelerator has no units for the precision, or the schedule does not support
-            the number of micro-batches.
+        InputError: the accelerator has no units for the precision, or the schedule does not
+            support the number of micro-batches.
     """
     return Predictor(facts_of(shape), cluster, efficiency).predict(candidate)
 

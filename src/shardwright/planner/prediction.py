@@ -106,7 +106,7 @@ class Prediction:
     memory_capacity_bytes: float
     """Bytes of one device that a process may use."""
     model_flops_per_step: float
-    """By the convention of `architecture.count`: causal attention, recomputation not counted."""
+    """Model FLOPs as in `architecture.count`: causal attention, without recomputation."""
     peak_flops_per_second: float
     """Dense peak of one device in the candidate's precision."""
 
@@ -127,7 +127,8 @@ class Prediction:
         if not self.is_tight:
             return None
         return (
-            f"may run out of memory: {format_bytes(self.memory.total)} of {format_bytes(self.memory_capacity_bytes)} predicted, "
+            f"may run out of memory: {format_bytes(self.memory.total)} of "
+            f"{format_bytes(self.memory_capacity_bytes)} predicted, "
             f"and one run in ten takes over {MEMORY_ERROR_SHARE:.0%} more than predicted"
         )
 

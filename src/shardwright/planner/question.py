@@ -41,12 +41,18 @@ def shape_of(recipe: Recipe) -> ModelShape:
     shape = read_config(config)
     if shape.num_layers > _MOST_LAYERS:
         raise ArchitectureError(
-            "too many layers to plan", field="model.config", got=f"{shape.num_layers:,} layers", allowed=f"at most {_MOST_LAYERS:,}"
+            "too many layers to plan",
+            field="model.config",
+            got=f"{shape.num_layers:,} layers",
+            allowed=f"at most {_MOST_LAYERS:,}",
         )
     total = recipe.training.global_batch_size
     if total is not None and total > _MOST_SEQUENCES:
         raise RecipeError(
-            "too many sequences to plan", field="training.global_batch_size", got=total, allowed=f"at most {_MOST_SEQUENCES:,}"
+            "too many sequences to plan",
+            field="training.global_batch_size",
+            got=total,
+            allowed=f"at most {_MOST_SEQUENCES:,}",
         )
     shape.check_sequence_length(recipe.training.sequence_length)
     return shape

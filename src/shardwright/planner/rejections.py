@@ -78,7 +78,8 @@ def reject(predictor: Predictor, question: Question) -> list[Rejection]:
 def why_not_at_all(predictor: Predictor, question: Question, candidate: Candidate) -> str | None:
     """Return the reason why a layout cannot run even with unlimited memory. None if it can."""
     if candidate.gradient_accumulation_steps == 0:
-        return f"global batch {question.global_batch_size} is not divisible by {candidate.layout.data_ranks} data ranks"
+        num_ranks = candidate.layout.data_ranks
+        return f"global batch {question.global_batch_size} is not divisible by {num_ranks} data ranks"
     return why_not(predictor.facts, candidate.layout, candidate.sequence_length, candidate.gradient_accumulation_steps)
 
 
@@ -94,7 +95,8 @@ def _size(prediction: Prediction) -> str:
     }
     largest = sorted(parts, key=lambda part: -parts[part])[:3]
     summary = ", ".join(f"{part} {format_bytes(parts[part])}" for part in largest)
-    return f"needs {format_bytes(memory.total)} of {format_bytes(prediction.memory_capacity_bytes)}: {summary}"
+    capacity = format_bytes(prediction.memory_capacity_bytes)
+    return f"needs {format_bytes(memory.total)} of {capacity}: {summary}"
 
 
 def cheapest_change(predictor: Predictor, question: Question, candidate: Candidate) -> tuple[str | None, Prediction | None]:

@@ -57,7 +57,8 @@ def why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) -> 
 
 def _why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) -> str | None:
     if layout.tp > 1 and layout.sequence_parallel and (sequence_length // layout.cp) % layout.tp:
-        return f"{sequence_length // layout.cp} tokens per rank are not divisible by tp {layout.tp}"
+        tokens = sequence_length // layout.cp
+        return f"{tokens} tokens per rank are not divisible by tp {layout.tp}"
     try:
         check_context(
             layout,
@@ -128,5 +129,6 @@ def why_not(facts: ModelFacts, layout: Layout, sequence_length: int, num_micro_b
     if reason is None and layout.pp > 1 and layout.schedule in FAMILIES:
         possible = set(schedules_for(facts, layout.pp, num_micro_batches)) | {("gpipe", None)}
         if (layout.schedule, layout.virtual_stages) not in possible:
-            reason = f"{layout.schedule} does not support {num_micro_batches} micro-batches over {layout.pp} ranks of this model"
+            tried = f"{layout.schedule} with {num_micro_batches} micro-batches"
+            reason = f"{tried} cannot run over {layout.pp} ranks of this model"
     return reason

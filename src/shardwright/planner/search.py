@@ -6,17 +6,17 @@ with the lowest bound is expanded first; a complete choice at the top of the hea
 all that remain. Memory is checked before time: a partial choice whose minimum memory does not
 fit is discarded.
 
-    level                             bounds
-    0  degrees                        as 1 with the whole batch as one micro-batch, the cheapest per row;
-                                      then as 1 with the largest micro-batch that fits
-    1  micro-batch                    the first rank's minimum memory over recomputation and schedules;
-                                      compute of the first and the last rank, and their wait for the
-                                      first micro-batch
-    2  recompute, methods of tp, cp   the same with communication; the first rank's minimum memory
-                                      over schedules
-    3  ZeRO                           exposed data-parallel communication, the update
-    4  schedule                       its own wait; its memory on the first rank
-    5  all                            full memory of the first rank; the prediction itself
+    level                            bounds
+    0  degrees                       as 1 with the whole batch as one micro-batch, the cheapest
+                                     per row; then as 1 with the largest micro-batch that fits
+    1  micro-batch                   the first rank's minimum memory over recomputation and
+                                     schedules; compute of the first and the last rank, and
+                                     their wait for the first micro-batch
+    2  recompute, methods of tp, cp  the same with communication; the first rank's minimum
+                                     memory over schedules
+    3  ZeRO                          exposed data-parallel communication, the update
+    4  schedule                      its own wait; its memory on the first rank
+    5  all                           full memory of the first rank; the prediction itself
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ def search(predictor: Predictor, question: Question, *, top: int = 10, patience:
     If the best one is tight, also find the best one within the memory margin.
 
     Args:
-        patience: choices expanded for the rest of the table once the best is known. After that, the
-            table is filled with earlier predictions. `Found.num_proven` is the number of proven
-            rows.
+        patience: choices expanded for the rest of the table once the best is known. After that,
+            earlier predictions fill the table. `Found.num_proven` is the number of proven rows.
     """
     with _no_collection():
         result = _Search(predictor, question, predictor.capacity).run(top, patience)
@@ -186,7 +185,7 @@ class _Search:
         table = self._done | {key: prediction for key, prediction in self._seen.items() if key not in self._done}
         self.found.predictions = sorted(table.values(), key=lambda prediction: prediction.time.step)
         self.found.num_proven = len(self._done)
-        self._heap.clear()  # its functions refer to this search: break the cycles without the collector
+        self._heap.clear()  # break the reference cycles without the collector
         return self.found
 
     def _push(self, seconds: float, degrees: Degrees, open_: Callable[[], None]) -> None:
@@ -206,7 +205,7 @@ class _Search:
         """
         rows = self.question.global_batch_size
         if len(alike) == 1 or rows is None or self.predictor.cluster.profile is not None:
-            self._open_alike(alike)  # the bound needs modelled rates; measured ones need not be monotonic
+            self._open_alike(alike)  # measured rates need not be monotonic, so no bound holds
             return
         whole_batch = alike[-1]._replace(micro_batch=rows)
         self._push(self._least(alike, whole_batch), whole_batch, partial(self._push_alike, alike))

@@ -1,8 +1,8 @@
 """Search space of layouts: four choices in sequence, and the candidate that results from them.
 
-1  degrees, micro-batch           all factorisations of the device count that divide model and batch
+1  degrees, micro-batch         all factorisations of the device count that divide model, batch
 2  recompute, methods of tp, cp
-3  ZeRO                           stage, and number of ranks to shard over
+3  ZeRO                         stage, and number of ranks to shard over
 4  schedule
 """
 

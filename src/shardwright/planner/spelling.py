@@ -23,8 +23,10 @@ def spell_number(text: str, *, powers_of_two: bool = False) -> str:
     """Return a number in digits, "" unless it is positive. With `powers_of_two`, k is 1,024, as
     for sequence lengths.
 
-    >>> spell_number("8,192"), spell_number("8K", powers_of_two=True), spell_number("4M tokens"), spell_number("n/a")
-    ('8192', '8192', '4000000', '')
+    >>> spell_number("8,192"), spell_number("4M tokens"), spell_number("n/a")
+    ('8192', '4000000', '')
+    >>> spell_number("8K", powers_of_two=True)
+    '8192'
     """
     match = _NUMBER.match(text.strip().lower())
     if match is None:
@@ -38,8 +40,8 @@ def spell_number(text: str, *, powers_of_two: bool = False) -> str:
 def spell_billions(text: str) -> str:
     """Return parameters in billions, from `70b`, `70`, `70e9` or `7,000,000,000`.
 
-    >>> spell_billions("70B"), spell_billions("1.34"), spell_billions("8e9"), spell_billions("350M")
-    ('70', '1.34', '8', '0.35')
+    >>> [spell_billions(text) for text in ("70B", "1.34", "8e9", "350M")]
+    ['70', '1.34', '8', '0.35']
     """
     number = spell_number(text)
     value = float(number or 0)
@@ -49,23 +51,29 @@ def spell_billions(text: str) -> str:
 def spell_yes_no(text: str) -> str:
     """Return `yes` or `no`, also for the name of an attention kernel.
 
-    >>> [spell_yes_no(text) for text in ("True", "off", "flash-attn 2", "no flash attention", "yes (SDPA)", "unknown")]
+    >>> texts = ("True", "off", "flash-attn 2", "no flash attention", "yes (SDPA)", "unknown")
+    >>> [spell_yes_no(text) for text in texts]
     ['yes', 'no', 'yes', 'no', 'yes', '']
     """
     word = text.strip().lower()
     if re.match(r"(no|n|false|0|0\.0|off|none|disabled|without|w/o|eager|math|naive|vanilla)\b", word):
         return "no"
-    kernels = r"(fa|flash|v)[-_ ]*(attn|attention)?[-_ ]*v?[123]?\b|sdpa|xformers|memory.efficient|torch\.?compile|te$|cudnn|triton"
+    kernels = (
+        r"(fa|flash|v)[-_ ]*(attn|attention)?[-_ ]*v?[123]?\b"
+        r"|sdpa|xformers|memory.efficient|torch\.?compile|te$|cudnn|triton"
+    )
     return "yes" if re.match(rf"(yes|y|true|1|1\.0|on|enabled)\b|{kernels}", word) else ""
 
 
 def spell_recompute(text: str) -> str:
     """Return `none`, `selective` or `full`.
 
-    >>> [spell_recompute(text) for text in ("True", "off", "Selective", "full-uniform", "gradient checkpointing", "unknown")]
+    >>> texts = ("True", "off", "Selective", "full-uniform", "gradient checkpointing", "unknown")
+    >>> [spell_recompute(text) for text in texts]
     ['full', 'none', 'selective', 'full', 'full', '']
-    >>> spell_recompute("no activation checkpointing"), spell_recompute("gradient_checkpointing=False")
-    ('none', 'none')
+    >>> texts = ("no activation checkpointing", "gradient_checkpointing=False")
+    >>> [spell_recompute(text) for text in texts]
+    ['none', 'none']
     """
     word = text.strip().lower()
     meanings = (
@@ -80,7 +88,8 @@ def spell_precision(text: str) -> str:
     """Return `fp64`, `fp32`, `bf16`, `fp16`, `fp8` or `nvfp4`. Mixed precision counts as the
     precision of its matmuls.
 
-    >>> [spell_precision(text) for text in ("BF16", "bf16-mixed", "FP8-MX", "NVFP4", "half", "tf32", "amp")]
+    >>> texts = ("BF16", "bf16-mixed", "FP8-MX", "NVFP4", "half", "tf32", "amp")
+    >>> [spell_precision(text) for text in texts]
     ['bf16', 'bf16', 'fp8', 'nvfp4', 'fp16', 'fp32', '']
     """
     word = text.strip().lower()
@@ -98,9 +107,11 @@ def spell_precision(text: str) -> str:
 def spell_zero_stage(text: str) -> str:
     """Return `0` to `3`: 3 if fully sharded, 0 if replicated.
 
-    >>> [spell_zero_stage(text) for text in ("ZeRO-3", "3.0", "FSDP", "DDP", "distributed optimizer", "unknown")]
+    >>> texts = ("ZeRO-3", "3.0", "FSDP", "DDP", "distributed optimizer", "unknown")
+    >>> [spell_zero_stage(text) for text in texts]
     ['3', '3', '3', '0', '1', '']
-    >>> [spell_zero_stage(text) for text in ("FSDP2", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZeRO++", "stage2_offload")]
+    >>> texts = ("FSDP2", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZeRO++", "stage2_offload")
+    >>> [spell_zero_stage(text) for text in texts]
     ['3', '3', '2', '0', '3', '2']
     """
     word = re.sub(r"fsdp[ _-]?v?[12]\b", "fsdp", text.strip().lower())
@@ -135,16 +146,17 @@ def spell_task(text: str) -> str:
 def spell_accelerator(text: str) -> str:
     """Return the name without a count: `8x H100` is H100. "" if unstated.
 
-    >>> [spell_accelerator(text) for text in ("8xH100-80GB", "A100", "1 x A10 (24GB)", "NVIDIA H100 × 8", "16 A100 GPUs", "n/a")]
-    ['H100-80GB', 'A100', 'A10 (24GB)', 'NVIDIA H100', 'A100 GPUs', '']
+    >>> texts = ("8xH100-80GB", "1 x A10 (24GB)", "NVIDIA H100 × 8", "16 A100 GPUs", "n/a")
+    >>> [spell_accelerator(text) for text in texts]
+    ['H100-80GB', 'A10 (24GB)', 'NVIDIA H100', 'A100 GPUs', '']
     """
     name = re.sub(r"^\s*\d+\s*(?:[xX*×]\s*|\s+(?=[A-Za-z]))|\s+[xX*×]\s*\d+\s*$", "", text).strip()
     return "" if re.fullmatch(r"n/?a|none|unknown|unspecified|not (stated|reported)|[-?]*", name.lower()) else name
 
 
 _WHOLE = (
-    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "num_experts", "top_k", "gpus", "gpus_per_node", "tp", "pp",
-    "cp", "ep", "dp", "virtual_pp", "micro_batch", "global_batch",
+    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "num_experts", "top_k", "gpus",
+    "gpus_per_node", "tp", "pp", "cp", "ep", "dp", "virtual_pp", "micro_batch", "global_batch",
 )  # fmt: skip
 _SPELLED: dict[str, Callable[[str], str]] = {
     **dict.fromkeys(_WHOLE, spell_number),

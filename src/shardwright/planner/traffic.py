@@ -9,10 +9,11 @@ activation, k experts per token.
     tensor               2 all-reduces of N D c; under   the same
                          sequence parallelism 2 all-
                          gathers and 2 reduce-scatters
-    context, ring        cp - 1 sends of 2 N K c         the same, and cp sends of its gradients in
-                                                         fp32 back; both overlap with attention
-    context, all_gather  one all-gather of cp 2 N K c    the same, and a reduce-scatter of its
-                                                         gradients in fp32
+    context, ring        cp - 1 sends of 2 N K c         the same, and cp sends of fp32
+                                                         gradients back; both overlap with
+                                                         attention
+    context, all_gather  one all-gather of cp 2 N K c    the same, and a reduce-scatter of fp32
+                                                         gradients
     context, ulysses     all-to-alls of N (2 Q + 2 K) c  the same
     expert               2 all-to-alls of k N D c        the same
 

@@ -180,7 +180,7 @@ def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_told(recipe: Pat
     assert run(["plan", str(recipe), "--cluster", "2xA100-40GB"]) == ExitCode.WRONG_INPUT
     error = capsys.readouterr().err
     assert "nothing fits on 2xA100-40GB" in error
-    assert "of these GPUs would do" in error
+    assert "of these GPUs would be enough" in error
 
 
 def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
