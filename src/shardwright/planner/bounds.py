@@ -45,7 +45,7 @@ class PipelineBounds:
     def __init__(self, pipeline: PipelineShape) -> None:
         self.split = pipeline.num_ranks > 1 and splits_backward(pipeline.schedule)
         partition = pipeline.cut
-        self.loads = [(pipeline.load_of(rank), before) for rank, before in partition.furthest]
+        self.loads = [(pipeline.load_of(rank), earlier_layers) for rank, earlier_layers in partition.furthest]
         self.least = partition.least
         self.most = partition.most
         self.key: PipelineKey = (partition, self.split)
@@ -62,9 +62,9 @@ class PipelineBounds:
         """
         best = 0.0
         wait_costs = costs.going if self.split else costs.both
-        for load, before in self.loads:
+        for load, earlier_layers in self.loads:
             rank_seconds = _through(costs.both, load.layers) + load.embedding * costs.embedding + load.head * costs.head
-            best = max(best, num_micro_batches * rank_seconds + first_share * _through(wait_costs, before))
+            best = max(best, num_micro_batches * rank_seconds + first_share * _through(wait_costs, earlier_layers))
         return best
 
     def bound(self, costs: LayerCosts, num_micro_batches: int) -> PipelineBound:

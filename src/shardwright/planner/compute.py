@@ -18,7 +18,7 @@ from shardwright.planner.facts import LayerKind, ModelFacts, Product
 _PEAKS = {"fp8": "fp8", "nvfp4": "fp4"}
 _OPERATIONS_FORWARD = 22
 _OPERATIONS_BACKWARD = 40
-"""Number of operations of one block that the host launches in eager mode."""
+"""Operations of one block, forward and backward, that the host launches in eager mode."""
 _COMPILED_OPERATIONS_SHARE = 0.5
 
 

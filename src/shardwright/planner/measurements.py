@@ -284,8 +284,8 @@ def _model_parallel(row: Mapping[str, str], framework: Framework, shape: ModelSh
     prefer tensor parallelism within a node.
 
     If nothing is stated: one of each if the framework shards parameters or trains adapters,
-    otherwise the smallest product for which weights, gradients and their sums take half of the
-    memory.
+    otherwise the smallest product for which weights, gradients and their sums take at most half
+    of the memory.
     """
     stage = row["zero_stage"] or str(framework.zero_stage)
     is_sharded = stage in ("2", "3") or _adapter(row) is not None

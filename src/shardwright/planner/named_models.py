@@ -306,7 +306,8 @@ def _hybrid(parts: _StandIn) -> ModelShape:
         experts=ExpertShape(
             parts.num_experts,
             parts.experts_per_token,
-            # The true width fills matmul tiles; two thirds of it must do so too.
+            # The true width fills matmul tiles, two thirds of it may not: round to a multiple
+            # of 64.
             64 * round(parts.expert_width / 64),
             shared_intermediate_size=64 * round(parts.shared_width / 64),
         ),

@@ -81,7 +81,8 @@ def flattens_at(points: list[ScalePoint]) -> int | None:
 
 
 def fewest_gpus(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, question: Question) -> Prediction | None:
-    """Return the prediction for the first doubling of the devices on which a layout fits."""
+    """Return the prediction for the first doubling of the devices on which a layout fits, or
+    None."""
     num_gpus = question.num_gpus
     while num_gpus < _MOST_GPUS:
         num_gpus *= 2

@@ -255,9 +255,9 @@ class _Search:
         if alternatives is None:
             executions = [PLAIN._replace(recompute=recompute) for recompute in self.question.recomputes]
             alternatives = self._leanest[key] = [self._kept_of(degrees, execution) for execution in executions]
-        activations = min(alternative.least(pipelines.passes) for alternative in alternatives)
-        return self._fits_live(degrees, activations) and self._fits_live(
-            degrees, self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + activations
+        activation_bytes = min(alternative.least(pipelines.passes) for alternative in alternatives)
+        return self._fits_live(degrees, activation_bytes) and self._fits_live(
+            degrees, self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + activation_bytes
         )
 
     # Level 2: recomputation, methods of tp and cp.
@@ -282,12 +282,12 @@ class _Search:
         """Return the schedules that can run, None if there are none."""
         key = (degrees.pp, degrees.accumulation)
         if key not in self._schedules:
-            each = []
+            options = []
             for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation):
                 candidate = self.space.candidate(degrees, PLAIN, schedule=(name, virtual))
                 pipeline = self.predictor.pipeline(candidate)
-                each.append(Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
-            self._schedules[key] = with_least(each, alone=degrees.pp == 1) if each else None
+                options.append(Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
+            self._schedules[key] = with_least(options, alone=degrees.pp == 1) if options else None
         return self._schedules[key]
 
     def _bounds_of(self, pipeline: PipelineShape) -> PipelineBounds:
@@ -322,9 +322,11 @@ class _Search:
             standing = self._standing_of(degrees, chosen.pipelines.first, sharding).at_loss
             if self._is_done(degrees, sharding) or not self._fits_live(degrees, standing + chosen.least_kept):
                 continue
-            moving, after = self._data_bound(degrees, sharding, merged.layers).seconds(degrees.accumulation, merged)
-            seconds = merged.seconds + moving + after
-            self._push(seconds, degrees, partial(self._open_sharding, chosen, sharding, moving, after))
+            weight_seconds, exposed_seconds = self._data_bound(degrees, sharding, merged.layers).seconds(
+                degrees.accumulation, merged
+            )
+            seconds = merged.seconds + weight_seconds + exposed_seconds
+            self._push(seconds, degrees, partial(self._open_sharding, chosen, sharding, weight_seconds, exposed_seconds))
 
     def _data_bound(self, degrees: Degrees, sharding: Sharding, least: tuple[int, ...]) -> DataBound:
         key = (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding, least)
@@ -372,8 +374,8 @@ class _Search:
             return
         for scheduled in chosen.pipelines.each:
             load = scheduled.first
-            activations = chosen.kept.least(tuple(load.in_flight * count for count in load.layers))
-            if self._fits_live(degrees, self._standing_of(degrees, load, sharding).at_loss + activations):
+            activation_bytes = chosen.kept.least(tuple(load.in_flight * count for count in load.layers))
+            if self._fits_live(degrees, self._standing_of(degrees, load, sharding).at_loss + activation_bytes):
                 seconds = chosen.bounds[scheduled.bounds.key].seconds + moving + after
                 self._push(seconds, degrees, partial(self._open_schedule, chosen, sharding, scheduled, after))
 

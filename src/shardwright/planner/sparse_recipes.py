@@ -20,8 +20,8 @@ _FUSED_EXPERTS = (26, 6)
 """First release whose recipes run MXFP8 experts in one kernel with quantisation and gating, and
 replay a step as one graph."""
 _UNFUSED_ROUTING = ((25, 11), (26, 2, 1))
-"""First release, and first later release, between which eight-GPU nodes routed and sorted rows
-with separate PyTorch operations. Afterwards, and always in NVLink racks, one kernel does it
+"""Range of releases (end excluded) whose recipes routed and sorted rows with separate PyTorch
+operations on eight-GPU nodes. Afterwards, and always in NVLink racks, one kernel does it
 (HybridEP). Earlier releases mostly dropped tokens so that all sizes were static."""
 
 

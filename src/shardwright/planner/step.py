@@ -136,7 +136,7 @@ def passes_of(costs: StepCosts, pipeline: PipelineShape) -> tuple[list[StageSeco
     """Return seconds of a micro-batch on each kind of stage (`StageCut.kinds`), and of a send
     to the next stage."""
     kinds = _kinds_of(costs, pipeline)
-    return [each.seconds for each in kinds], send_seconds(costs.facts, costs.candidate, costs.network, costs.groups)
+    return [stage_passes.seconds for stage_passes in kinds], send_seconds(costs.facts, costs.candidate, costs.network, costs.groups)
 
 
 def _kinds_of(costs: StepCosts, pipeline: PipelineShape) -> list[_Passes]:

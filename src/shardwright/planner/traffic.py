@@ -202,8 +202,8 @@ def _expert_overlap(candidate: Candidate, network: Network) -> float:
     layout = candidate.layout
     efficiency = network.efficiency
     reach = layout.ep * layout.tp
-    near = network.cluster.ranks_per_domain(reach, 1) == reach
-    return efficiency.near_expert_overlap if near else efficiency.expert_overlap
+    is_within_domain = network.cluster.ranks_per_domain(reach, 1) == reach
+    return efficiency.near_expert_overlap if is_within_domain else efficiency.expert_overlap
 
 
 @dataclass(frozen=True)
