@@ -1,9 +1,9 @@
 """Fitted efficiencies from `efficiencies.yaml`, combined by accelerator, framework and kernel.
 
-Imports no torch. `benchmarks/fit_planner.py` writes the file from published measurements. Each
-section overrides fields of `Efficiency`: `frameworks` first for all frameworks and then per
-framework, `accelerators` by kind, generation and name, `features` by a kernel or setting that a
-row names. A measured machine profile is separate: the formulas prefer it to any fitted share.
+`benchmarks/fit_planner.py` writes the file from published measurements. Each section overrides
+fields of `Efficiency`: `frameworks` first for all frameworks and then per framework,
+`accelerators` by kind, generation and name, `features` by a kernel or setting that a row names.
+A measured machine profile is separate: the formulas prefer it to any fitted share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that the forward pass saves for the backward pass, by operation. Imports no torch.
+"""Bytes that the forward pass saves for the backward pass, by operation.
 
 Legend: N tokens of a micro-batch on this rank (its part of the rows under context parallelism),
 S tokens in the residual stream (N, or N / tp under sequence parallelism), T tokens of a row, D

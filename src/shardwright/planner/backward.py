@@ -1,10 +1,10 @@
 """Peak memory of a block's backward pass: allocated gradients minus freed activations, by
 operation.
 
-Imports no torch. Each operation allocates its gradients while its saved tensors are live, and
-frees them when it finishes. Bytes on this rank, from the block's output to its input: r the
-residual stream, n all of its tokens at model width, f feed-forward width, q queries, k keys, e
-rows sent to experts (0 without), w a norm's gradient.
+Each operation allocates its gradients while its saved tensors are live, and frees them when it
+finishes. Bytes on this rank, from the block's output to its input: r the residual stream, n all
+of its tokens at model width, f feed-forward width, q queries, k keys, e rows sent to experts (0
+without), w a norm's gradient.
 
     operation    live beside the saved tensors                     freed by then
     down matmul  r, e, f; n if sequence parallelism gathers it     nothing

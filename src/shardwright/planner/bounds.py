@@ -1,8 +1,8 @@
 """Lower bounds of seconds and bytes of partial choices, with which the search skips most of its
 space.
 
-Imports no torch. Each is a bound of `step.predict_time` or `memory.predict_memory` for every
-way to complete the choice, not an estimate: tests compare the search with an exhaustive one.
+Each is a bound of `step.predict_time` or `memory.predict_memory` for every way to complete the
+choice, not an estimate: tests compare the search with an exhaustive one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Everything that changes the memory or time of a training step, as one value. Imports no
-torch."""
+"""Everything that changes the memory or time of a training step, as one value."""
 
 from __future__ import annotations
 

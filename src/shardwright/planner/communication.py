@@ -1,4 +1,4 @@
-"""Seconds of collectives on a cluster, by algorithm, size, group and link. Imports no torch.
+"""Seconds of collectives on a cluster, by algorithm, size, group and link.
 
 A group has `num_ranks` members that are `stride` ranks apart. The rank grid, in which tp varies
 fastest, determines which of them share a node. Each member has its own network link, so a ring

@@ -1,8 +1,8 @@
 """Seconds of one layer, the embedding and the loss on one rank for one micro-batch.
 
-Imports no torch. The sums of matmul, attention and memory time. Legend: N tokens of the
-micro-batch on this rank, S of them in its residual stream, D hidden size, F feed-forward width,
-Q and K widths of queries and of keys, c bytes per activation.
+Each is a sum of matmul, attention and memory time. Legend: N tokens of the micro-batch on this
+rank, S of them in its residual stream, D hidden size, F feed-forward width, Q and K widths of
+queries and of keys, c bytes per activation.
 """
 
 from __future__ import annotations

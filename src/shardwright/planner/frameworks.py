@@ -1,10 +1,9 @@
 """Memory conventions of other training frameworks, and their defaults where a published row is
 silent.
 
-Imports no torch. Sources are the frameworks' documentation and code at the time of the
-measurements: nanotron v0.5; Megatron-Core 0.8 to 0.15 under NeMo; Megatron-LM of 2020 and 2021;
-Megatron-DeepSpeed of BigScience; Composer 0.14 to 0.22 (llm-foundry); torchtitan; litgpt of
-2023.
+Sources are the frameworks' documentation and code at the time of the measurements: nanotron
+v0.5; Megatron-Core 0.8 to 0.15 under NeMo; Megatron-LM of 2020 and 2021; Megatron-DeepSpeed of
+BigScience; Composer 0.14 to 0.22 (llm-foundry); torchtitan; litgpt of 2023.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Number of activations in flight on each rank of a pipeline schedule. Imports no torch.
+"""Number of activations in flight on each rank of a pipeline schedule.
 
 Uses a formula for each schedule with a name: a search needs hundreds of schedules with
 thousands of actions each. `schedule.peak_activations` counts the same on the schedule itself,

@@ -1,5 +1,4 @@
-"""Read published rows as planner inputs: shape, candidate, cluster, framework. Imports no
-torch.
+"""Read published rows as planner inputs: shape, candidate, cluster, framework.
 
 `configuration` keeps the configuration columns of a row and, of `notes`, the keys of
 `planner.notes`. It removes everything else (throughput, times, memory, utilisation,

@@ -1,5 +1,4 @@
 """Bytes on the rank with the most memory, by part, at the three possible peaks of a step.
-Imports no torch.
 
     loss      all activations in flight are saved; the loss has its logits, and one group of
               parameters is gathered beyond what the backward pass needs

@@ -1,4 +1,4 @@
-"""Model shapes of published rows, from their columns and model names. Imports no torch.
+"""Model shapes of published rows, from their columns and model names.
 
 A table of measurements gives sizes (layers, widths, heads, vocabulary) and a name. The name's
 family determines whether the feed-forward is gated, embeddings are tied, and positions are

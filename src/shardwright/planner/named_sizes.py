@@ -1,4 +1,4 @@
-"""Sizes of models that tables give by name only, from `named_sizes.yaml`. Imports no torch."""
+"""Sizes of models that tables give by name only, from `named_sizes.yaml`."""
 
 from __future__ import annotations
 

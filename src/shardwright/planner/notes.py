@@ -1,4 +1,4 @@
-"""Settings read from a row's notes by regular expressions. Imports no torch.
+"""Settings read from a row's notes by regular expressions.
 
 Notes also state how a run ended. `read_notes` only returns text that matches one of the
 patterns.

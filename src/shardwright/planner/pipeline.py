@@ -1,5 +1,4 @@
 """Pipeline of a candidate: layers per stage, micro-batches in flight, and simulated time.
-Imports no torch.
 
 Builds and simulates the schedule that will run (`shardwright.schedule`). With many
 micro-batches its steady state repeats: such a schedule is extrapolated from two shorter ones by
@@ -246,7 +245,7 @@ def simulate(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: flo
 
 
 def simulate_stages(pipeline: PipelineShape, seconds: Sequence[StageSeconds], send: float) -> float:
-    """Return the same with seconds for each stage."""
+    """Return the same as `simulate`, with `seconds` per stage."""
     if pipeline.num_ranks == 1:
         return pipeline.num_micro_batches * sum(stage.total for stage in seconds)
     schedule = (pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages)

@@ -1,5 +1,4 @@
-"""Predictions for published rows, with unstated settings chosen as a user would. Imports no
-torch."""
+"""Predictions for published rows, with unstated settings chosen as a user would."""
 
 from __future__ import annotations
 

@@ -211,8 +211,8 @@ class _Search:
         self._push(self._least(alike, whole_batch), whole_batch, partial(self._push_alike, alike))
 
     def _push_alike(self, alike: tuple[Degrees, ...]) -> None:
-        """Push the same with the largest micro-batch that fits. A larger micro-batch never
-        costs more per row, so one bound holds for all."""
+        """Push these degrees with the bound of the largest micro-batch that fits. A larger one
+        never costs more per row, so this bound holds for all."""
         largest = next((degrees for degrees in reversed(alike) if self._may_fit(degrees)), None)
         if largest is None:
             return

@@ -1,5 +1,4 @@
 """Expert settings of NVIDIA's performance recipes by release, if a published row names it.
-Imports no torch.
 
 Sources: the recipes (scripts/performance of NeMo and of NVIDIA-NeMo/Megatron-Bridge, 2025-09 to
 2026-08). Releases differ in the distribution of experts over ranks, and in the kernels for

@@ -1,5 +1,4 @@
-"""Normalised fields of measurement tables: one spelling per value, "" if unstated. Imports no
-torch.
+"""Normalised fields of measurement tables: one spelling per value, "" if unstated.
 
 Other tables contain `8,192`, `8k`, `4M tokens`, `BF16`, `bf16-mixed`, `ZeRO-3`, `True`, `n/a`
 or nothing. Unreadable values count as unstated, like empty fields.

@@ -1,5 +1,5 @@
 """Assignment of layers to pipeline stages in other frameworks, which do not weigh layer costs
-as shardwright does. Imports no torch."""
+as shardwright does."""
 
 from __future__ import annotations
 

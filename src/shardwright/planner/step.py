@@ -1,9 +1,9 @@
 """Seconds of one optimizer step by part: stage passes, pipeline schedule, data-parallel
 communication, update.
 
-Imports no torch. The cost of a micro-batch on a stage is a sum over its layers. The waiting
-between stages is simulated on the schedule that will run (`planner.pipeline`). Data-parallel
-communication overlaps with the compute of a stage as far as it fits.
+The cost of a micro-batch on a stage is a sum over its layers. The waiting between stages is
+simulated on the schedule that will run (`planner.pipeline`). Data-parallel communication
+overlaps with the compute of a stage as far as it fits.
 """
 
 from __future__ import annotations

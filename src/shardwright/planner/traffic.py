@@ -1,9 +1,9 @@
 """Communication seconds per parallelism axis: of one layer and micro-batch, and of the data
 ranks per step.
 
-Imports no torch. All are exposed and overlapped seconds. Legend: N tokens of the micro-batch on
-this rank, D hidden size, Q and K widths of its queries and of its keys (or values), c bytes per
-activation, k experts per token.
+Exposed and overlapped seconds are separate. Legend: N tokens of the micro-batch on this rank, D
+hidden size, Q and K widths of its queries and of its keys (or values), c bytes per activation,
+k experts per token.
 
     axis                 forward                         backward
     tensor               2 all-reduces of N D c; under   the same
