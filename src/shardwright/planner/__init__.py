@@ -1,5 +1,4 @@
-"""Predict memory and time of a training step under a layout, and find the best layout. Imports
-no torch."""
+"""Predict memory and time of training steps and find the best layout, without torch."""
 
 from shardwright.planner.candidate import SHARDWRIGHT, Adapter, Candidate, Engine
 from shardwright.planner.efficiency import Efficiency

@@ -1,5 +1,4 @@
-"""Peak memory of a block's backward pass: allocated gradients minus freed activations, by
-operation.
+"""Peak memory of a block's backward pass: gradients minus freed activations, by operation.
 
 Each operation allocates its gradients while its saved tensors are live, and frees them when it
 finishes. Bytes on this rank, from the block's output to its input: r the residual stream, n all

@@ -1,5 +1,4 @@
-"""Lower bounds of seconds and bytes of partial choices, with which the search skips most of its
-space.
+"""Lower bounds of time and memory of partial choices, by which the search prunes.
 
 Each is a bound of `step.predict_time` or `memory.predict_memory` for every way to complete the
 choice, not an estimate: tests compare the search with an exhaustive one.

@@ -1,5 +1,4 @@
-"""Achieved shares of data-sheet rates: the planner's only fitted numbers, each with a physical
-cause."""
+"""Achieved shares of data-sheet rates: the planner's only fitted numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reasons for the chosen layout, as sentences with numbers. Every sentence compares
-predictions; none is a rule."""
+"""Reasons for the chosen layout: sentences that compare predictions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Memory conventions of other training frameworks, and their defaults where a published row is
-silent.
+"""Conventions of other training frameworks, and defaults where published rows are silent.
 
 Sources are the frameworks' documentation and code at the time of the measurements: nanotron
 v0.5; Megatron-Core 0.8 to 0.15 under NeMo; Megatron-LM of 2020 and 2021; Megatron-DeepSpeed of

@@ -1,5 +1,4 @@
-"""State that a partial choice carries through the search: possible schedules, micro-batch
-bytes, bounds."""
+"""State of a partial choice in the search: possible schedules, bytes and bounds."""
 
 from __future__ import annotations
 

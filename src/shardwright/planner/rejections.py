@@ -1,5 +1,4 @@
-"""Common layouts that do not fit, each with the reason and the cheapest change that makes it
-fit."""
+"""Common layouts that do not fit, with the reason and the cheapest change that helps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Degrees that divide a model and a batch, and one-line reasons why others do not. The rules
-equal those of `placement.check`."""
+"""Degrees that divide a model and a batch, by the rules of `placement.check`."""
 
 from __future__ import annotations
 

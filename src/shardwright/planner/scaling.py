@@ -1,5 +1,4 @@
-"""Planning on more or fewer devices: scaling of throughput, where it flattens, and the minimum
-number of devices."""
+"""Planning on more or fewer devices: scaling of throughput, and the minimum number."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Best-first search for the best layouts of a model on a cluster, over all degrees, with
-admissible bounds.
+"""Best-first search for the best layouts of a model on a cluster.
 
-A partial choice has a lower bound of the seconds of every complete choice below it. The choice
-with the lowest bound is expanded first; a complete choice at the top of the heap is better than
-all that remain. Memory is checked before time: a partial choice whose minimum memory does not
-fit is discarded.
+All degrees are searched. A partial choice has a lower bound of the seconds of every complete
+choice below it. The choice with the lowest bound is expanded first; a complete choice at the
+top of the heap is better than all that remain. Memory is checked before time: a partial choice
+whose minimum memory does not fit is discarded.
 
     level                            bounds
     0  degrees                       as 1 with the whole batch as one micro-batch, the cheapest

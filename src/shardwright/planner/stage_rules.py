@@ -1,5 +1,4 @@
-"""Assignment of layers to pipeline stages in other frameworks, which do not weigh layer costs
-as shardwright does."""
+"""Assignment of layers to pipeline stages in other frameworks."""
 
 from __future__ import annotations
 

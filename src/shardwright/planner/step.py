@@ -1,5 +1,4 @@
-"""Seconds of one optimizer step by part: stage passes, pipeline schedule, data-parallel
-communication, update.
+"""Seconds of one optimizer step: stage passes, schedule, communication, update.
 
 The cost of a micro-batch on a stage is a sum over its layers. The waiting between stages is
 simulated on the schedule that will run (`planner.pipeline`). Data-parallel communication

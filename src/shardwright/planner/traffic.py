@@ -1,5 +1,4 @@
-"""Communication seconds per parallelism axis: of one layer and micro-batch, and of the data
-ranks per step.
+"""Communication seconds of one layer and micro-batch, and of the data ranks per step.
 
 Exposed and overlapped seconds are separate. Legend: N tokens of the micro-batch on this rank, D
 hidden size, Q and K widths of its queries and of its keys (or values), c bytes per activation,
