@@ -27,7 +27,8 @@ from shardwright.planner.achieved import Efficiencies, load_efficiencies
 
 PACKAGED = Path(achieved.__file__).with_name("efficiencies.yaml")
 HEADER = """\
-# Fitted by benchmarks/fit_planner.py to published measurements; docs/planning-accuracy.md says to which, and how well.
+# Fitted by benchmarks/fit_planner.py to published measurements; docs/planning-accuracy.md lists
+# the sources and errors.
 """
 MOST_OF_A_SOURCE = 300
 """Rows of one source that the package's numbers look at: of nanotron's 948 more tell nothing that is new."""

@@ -1,4 +1,4 @@
-"""What a layout costs before anybody pays for it: memory and time of a training step, and the best layout. No torch."""
+"""Predict memory and time of training steps and find the best layout, without torch."""
 
 from shardwright.planner.candidate import SHARDWRIGHT, Adapter, Candidate, Engine
 from shardwright.planner.efficiency import Efficiency

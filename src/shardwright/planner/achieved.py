@@ -1,8 +1,9 @@
-"""The fitted efficiencies: `efficiencies.yaml`, by accelerator, trainer and kernel, put together for one run. Torch-free.
+"""Fitted efficiencies from `efficiencies.yaml`, combined by accelerator, framework and kernel.
 
-The file is written by `benchmarks/fit_planner.py` from published measurements. Each section changes fields of `Efficiency`:
-`frameworks` for every trainer and then by trainer, `accelerators` by kind, by generation and then by name, `features` by a kernel
-or a setting that a row names. A machine's own measured profile is no part of this: the formulas prefer it to any share.
+`benchmarks/fit_planner.py` writes the file from published measurements. Each section overrides
+fields of `Efficiency`: `frameworks` first for all frameworks and then per framework,
+`accelerators` by kind, generation and name, `features` by a kernel or setting that a row names.
+A measured machine profile is separate: the formulas prefer it to any fitted share.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from shardwright.planner.efficiency import Efficiency
 
 SECTIONS = ("accelerators", "frameworks", "features")
 FAMILIES = {"shardwright": "FSDP2", "torchtitan": "FSDP2", "torchtune": "FSDP2", "automodel": "FSDP2"}
-"""Trainers whose data ranks gather and reduce by one implementation, and its entry of `frameworks`, which they share."""
+"""Frameworks whose data ranks gather and reduce with the same implementation -> the entry of
+`frameworks` that they share."""
 EVERY_TRAINER = "every trainer"
-"""The entry of `frameworks` that holds for a trainer until its own says otherwise, and on GPUs for one that nobody has measured."""
+"""Entry of `frameworks` that applies unless the framework's own entry overrides it, and on GPUs
+to frameworks without measurements."""
 
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """All fitted numbers: section -> name -> field of `Efficiency` -> value."""
+    """Fitted numbers: section -> name -> field of `Efficiency` -> value."""
 
     sections: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     @staticmethod
     def entries(accelerator: Accelerator, framework: str, features: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
-        """Section and name of what a run reads, the widest first: each may override those before it."""
+        """Return section and name of the entries that apply to a run, most general first. Later
+        ones override earlier ones."""
         return (
             ("frameworks", EVERY_TRAINER),
             ("frameworks", FAMILIES.get(framework, EVERY_TRAINER)),
@@ -53,9 +57,10 @@ class Efficiencies:
         *,
         before: tuple[str, str] | None = None,
     ) -> Efficiency:
-        """What `framework` achieves on `accelerator`; where nothing was fitted, the defaults of `Efficiency`.
+        """Return the efficiency of `framework` on `accelerator`. Fields that were not fitted
+        keep the defaults of `Efficiency`.
 
-        `before` names an entry: of that and of all that would override it nothing is read.
+        `before` names an entry: it and all entries that would override it are ignored.
         """
         changes = _at_sustained_clock(accelerator)
         for section, name in self.entries(accelerator, framework, features):
@@ -65,7 +70,7 @@ class Efficiencies:
         return replace(Efficiency(), **changes)
 
     def with_value(self, section: str, name: str, field: str, value: Any) -> Efficiencies:
-        """The same with one number changed; with None, without it."""
+        """Return a copy with one number changed, or removed if `value` is None."""
         assert section in SECTIONS, section
         assert field in {f.name for f in fields(Efficiency)}, field
         entry = {**(self.sections.get(section, {}).get(name) or {}), field: value}
@@ -75,28 +80,31 @@ class Efficiencies:
 
 
 def _at_sustained_clock(accelerator: Accelerator) -> dict[str, Any]:
-    """Of products and attention, where nobody fitted this accelerator but somebody measured what its largest products reach."""
-    reached = accelerator.sustained_flops_per_second.get("bf16")
-    if reached is None:
+    """Scale matmul and attention shares to the accelerator's measured sustained rate.
+
+    Applies to accelerators without a fitted entry. Empty if no rate was measured.
+    """
+    sustained = accelerator.sustained_flops_per_second.get("bf16")
+    if sustained is None:
         return {}
-    usual = Efficiency()
-    share = reached / accelerator.peak("bf16")
-    slower = min(1.0, share / usual.matmul_share)
+    default = Efficiency()
+    share = sustained / accelerator.peak("bf16")
+    slowdown = min(1.0, share / default.matmul_share)
     return {
         "matmul_share": share,
-        "attention_forward_share": usual.attention_forward_share * slower,
-        "attention_backward_share": usual.attention_backward_share * slower,
+        "attention_forward_share": default.attention_forward_share * slowdown,
+        "attention_backward_share": default.attention_backward_share * slowdown,
     }
 
 
 @cache
 def load_efficiencies(path: Path | None = None) -> Efficiencies:
-    """The efficiencies that come with the package, or those of another file of its kind."""
+    """Load the package's `efficiencies.yaml`, or another file of the same format."""
     source = files("shardwright.planner") / "efficiencies.yaml" if path is None else path
     sections = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
-    known = {field.name for field in fields(Efficiency)}
+    known_fields = {field.name for field in fields(Efficiency)}
     for section, names in sections.items():
         assert section in SECTIONS, section
         for name, entry in (names or {}).items():
-            assert set(entry) <= known, f"{section}.{name}: {sorted(set(entry) - known)}"
+            assert set(entry) <= known_fields, f"{section}.{name}: {sorted(set(entry) - known_fields)}"
     return Efficiencies(sections)

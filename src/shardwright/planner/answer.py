@@ -1,4 +1,4 @@
-"""All that `plan` tells of a recipe on a cluster, as one value."""
+"""Result of `plan` for one recipe on one cluster, as one value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardwright.units import format_bytes
 
 @dataclass(frozen=True)
 class Effort:
-    """How much of the space the search had to look at."""
+    """Number of layouts that the search proved, predicted and rejected for memory."""
 
     num_proven: int
     num_predicted: int
@@ -41,8 +41,9 @@ class Effort:
 
 @dataclass(frozen=True)
 class Answer:
-    """Layouts best first; the chosen one among them; the recipe's own, or why that cannot be; the textbooks' that lose; growth;
-    reasons; and where nothing fits, the smallest change or number of devices that would."""
+    """Layouts with the best first, the chosen one, the recipe's own layout or its conflict,
+    rejected common layouts, scaling, explanation, and, if nothing fits, the smallest change or
+    number of devices that would."""
 
     layouts: tuple[Prediction, ...]
     chosen: Prediction | None
@@ -53,11 +54,13 @@ class Answer:
     effort: Effort
     remedy: str | None = None
     precision_reason: str | None = None
-    """Why `precision: auto` came to the layouts' precision; None where the precision is named."""
+    """Reason for the precision that `precision: auto` resolved to. None if the recipe names
+    it."""
     is_chosen_for_room: bool = False
-    """True if a layout as good as the chosen one or better is tight, and was passed over."""
+    """True if a tight layout that is as good as the chosen one or better was passed over."""
     impossible: str | None = None
-    """Why the recipe as it stands cannot run on so many devices, whatever their memory."""
+    """Reason why the recipe's layout cannot run on this number of devices, whatever their
+    memory."""
 
 
 def answer(
@@ -73,7 +76,8 @@ def answer(
     """Plan a recipe.
 
     Raises:
-        InputError: a model that we refuse or cannot count, a precision that the device has not.
+        InputError: the model is unsupported or its size is unknown, or the device lacks the
+            precision.
     """
     choice = choose_precision_on(cluster.accelerator) if recipe.precision.kind == "auto" and precision is None else None
     recipe = settle_precision(recipe, choice)
@@ -81,68 +85,75 @@ def answer(
     efficiency = load_efficiencies().of(cluster.accelerator)
     template = template_of(recipe, precision=precision, adapter=adapter)
     predictor = Predictor(facts, cluster, efficiency)
-    predictor.rates(template.precision)  # a precision without units is told before anything is searched
+    # Raise for an unsupported precision before the search starts.
+    predictor.rates(template.precision)
     question = question_of(recipe, template, cluster.num_gpus)
-    found = search(predictor, question, top=top)
-    stated = candidate_of(recipe, template, cluster.num_gpus)
-    impossible = why_no_candidate(recipe, template, cluster.num_gpus)
-    if stated is not None:
-        impossible = why_not_at_all(predictor, question, stated)
+    result = search(predictor, question, top=top)
+    candidate = candidate_of(recipe, template, cluster.num_gpus)
+    conflict = why_no_candidate(recipe, template, cluster.num_gpus)
+    if candidate is not None:
+        conflict = why_not_at_all(predictor, question, candidate)
     return Answer(
-        layouts=tuple(found.predictions[:top]),
-        chosen=found.chosen,
-        stated=None if stated is None or impossible else predictor.predict(stated),
+        layouts=tuple(result.predictions[:top]),
+        chosen=result.chosen,
+        stated=None if candidate is None or conflict else predictor.predict(candidate),
         rejections=tuple(reject(predictor, question)),
         points=tuple(scale(facts, cluster, efficiency, question, gpu_counts)),
-        sentences=tuple(explain(predictor, question, found)) if explained else (),
-        effort=Effort(found.num_proven, found.num_predicted, found.num_too_large),
-        remedy=None if found.chosen else _remedy(facts, cluster, efficiency, predictor, question),
+        sentences=tuple(explain(predictor, question, result)) if explained else (),
+        effort=Effort(result.num_proven, result.num_predicted, result.num_too_large),
+        remedy=None if result.chosen else _remedy(facts, cluster, efficiency, predictor, question),
         precision_reason=None if choice is None else choice.reason,
-        is_chosen_for_room=found.with_room is not None,
-        impossible=impossible,
+        is_chosen_for_room=result.with_room is not None,
+        impossible=conflict,
     )
 
 
 def _remedy(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, predictor: Predictor, question: Question) -> str:
-    """The smallest change, or the number of devices, with which something fits."""
-    told: list[str] = []
-    num = question.num_gpus
-    if not _can_be_cut(facts, cluster, question, num):
+    """Describe the smallest change, or the number of devices, that makes a layout fit."""
+    remedies: list[str] = []
+    num_gpus = question.num_gpus
+    if not _can_be_cut(facts, cluster, question, num_gpus):
         counts = _nearest_counts(facts, cluster, question)
-        batch = question.global_batch_size or "as many as the ranks'"
-        return f"No degrees that divide the model's heads, widths and layers and a batch of {batch} sequences make {num:,}; " + (
-            f"{' or '.join(f'{count:,}' for count in counts)} GPUs can be cut so" if counts else "Change the global batch"
-        )
-    for degree in (d for d in divisors(num) if d <= cluster.domain_size):
-        layout = replace(question.template.layout, tp=degree, dp_shard=num // degree, zero_stage=3 if num > degree else 0)
-        total = question.global_batch_size or num // degree
+        total = question.global_batch_size
+        batch = "one batch per rank" if total is None else f"a batch of {total} sequences"
+        reason = f"No degrees dividing heads, widths, layers and {batch} multiply to {num_gpus:,}"
+        alternatives = " or ".join(f"{count:,}" for count in counts)
+        remedy = f"{alternatives} GPUs would work" if counts else "Change the global batch"
+        return f"{reason}; {remedy}"
+    for degree in (d for d in divisors(num_gpus) if d <= cluster.domain_size):
+        layout = replace(question.template.layout, tp=degree, dp_shard=num_gpus // degree, zero_stage=3 if num_gpus > degree else 0)
+        total = question.global_batch_size or num_gpus // degree
         candidate = replace(
             question.template,
             layout=layout,
             micro_batch_size=1,
-            gradient_accumulation_steps=max(1, total // (num // degree)),
+            gradient_accumulation_steps=max(1, total // (num_gpus // degree)),
             recompute="full",
         )
-        if total % (num // degree) == 0 and why_not_at_all(predictor, question, candidate) is None:
+        if total % (num_gpus // degree) == 0 and why_not_at_all(predictor, question, candidate) is None:
             change, changed = cheapest_change(predictor, question, candidate)
             if change is not None and changed is not None:
-                told.append(f"With {candidate.describe()} and full recompute it would fit by {change}")
+                layout_name = candidate.describe()
+                remedies.append(f"{layout_name} with full recomputation would fit with {change}")
                 break
-    more = fewest_gpus(facts, cluster, efficiency, question)
-    if more is not None:
-        size = format_bytes(more.memory.total)
-        told.append(f"{more.num_gpus} of these GPUs would do: {more.candidate.describe()}, {size} each")
-    return "; ".join(told) or "Shorten training.sequence_length, or take a smaller model or larger GPUs"
+    larger = fewest_gpus(facts, cluster, efficiency, question)
+    if larger is not None:
+        size = format_bytes(larger.memory.total)
+        enough = f"{larger.num_gpus} of these GPUs would be enough"
+        remedies.append(f"{enough}: {larger.candidate.describe()}, {size} each")
+    return "; ".join(remedies) or "Use a shorter sequence_length, a smaller model or larger GPUs"
 
 
 def _can_be_cut(facts: ModelFacts, cluster: Cluster, question: Question, num_gpus: int) -> bool:
-    """Whether any degrees make so many devices, whatever their memory."""
+    """Return True if some degrees multiply to `num_gpus`, whatever their memory."""
     return any(Space(facts, replace(question, num_gpus=num_gpus), cluster.domain_size).degrees())
 
 
 def _nearest_counts(facts: ModelFacts, cluster: Cluster, question: Question) -> list[int]:
-    """The next smaller and the next larger number of devices that degrees can make."""
-    num = question.num_gpus
-    ways = (range(num - 1, 0, -1), range(num + 1, 2 * num + 1))
-    found = [next((count for count in way if _can_be_cut(facts, cluster, question, count)), None) for way in ways]
-    return [count for count in found if count is not None]
+    """Return the next smaller and next larger device counts that some degrees multiply to."""
+    num_gpus = question.num_gpus
+    directions = (range(num_gpus - 1, 0, -1), range(num_gpus + 1, 2 * num_gpus + 1))
+    nearest = [
+        next((count for count in direction if _can_be_cut(facts, cluster, question, count)), None) for direction in directions
+    ]
+    return [count for count in nearest if count is not None]

@@ -1,4 +1,4 @@
-"""`layout: auto`: the planner's choice put into the recipe, among what `train` can run."""
+"""`layout: auto`: let the planner choose among the layouts that `train` can run."""
 
 from __future__ import annotations
 
@@ -26,23 +26,28 @@ from shardwright.units import format_bytes
 
 
 def cluster_of(section: ClusterSection, world_size: int) -> Cluster:
-    """The cluster that a recipe names, with as many devices as ranks run.
+    """Build the recipe's cluster with one device per rank.
 
     Raises:
-        InputError: unknown devices or links, or a number of ranks that fills no whole number of nodes.
+        InputError: unknown devices or links, or a number of ranks that is no multiple of a
+            node's devices.
     """
     profile = None if section.profile is None else load_profile(section.profile)
     return resized(parse_cluster(section.node, link=section.link, profile=profile), world_size)
 
 
 def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Recipe, Prediction]:
-    """The recipe with the chosen layout, micro batch, accumulation and recompute; what the recipe states of them is kept.
+    """Return the recipe with layout, micro-batch, accumulation and recomputation chosen.
+
+    Values that the recipe sets are kept.
 
     Raises:
-        LayoutError: nothing that `train` can run fits.
+        LayoutError: no layout that `train` can run fits.
     """
-    shape, training = shape_of(recipe), recipe.training
-    facts, efficiency = facts_of(shape), load_efficiencies().of(cluster.accelerator)
+    shape = shape_of(recipe)
+    training = recipe.training
+    facts = facts_of(shape)
+    efficiency = load_efficiencies().of(cluster.accelerator)
 
     def can_run(candidate: Candidate) -> bool:
         try:
@@ -51,8 +56,8 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
             return False
         return candidate.runnable
 
-    settled = settle_precision(recipe, choose_precision_on(cluster.accelerator))
-    question: Question = replace(question_of(recipe, template_of(settled), world_size), allowed=can_run)
+    resolved = settle_precision(recipe, choose_precision_on(cluster.accelerator))
+    question: Question = replace(question_of(recipe, template_of(resolved), world_size), allowed=can_run)
     if training.global_batch_size is not None:
         question = replace(
             question,
@@ -61,21 +66,25 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
         )
     if "recompute" in recipe.model_fields_set:
         question = replace(question, recomputes=(recipe.recompute,))
-    found = search(Predictor(facts, cluster, efficiency), question, top=1)
-    if found.chosen is None:
-        more = fewest_gpus(facts, cluster, efficiency, question)
-        remedy = None if more is None else f"{more.num_gpus} would do: {more.candidate.describe()}"
+    result = search(Predictor(facts, cluster, efficiency), question, top=1)
+    if result.chosen is None:
+        larger = fewest_gpus(facts, cluster, efficiency, question)
+        remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
+        if larger is not None:
+            remedy = f"Use {larger.num_gpus} devices: {larger.candidate.describe()}"
+        capacity = format_bytes(cluster.accelerator.memory_bytes)
         raise LayoutError(
-            f"nothing that the recipe allows fits on {world_size} devices of {format_bytes(cluster.accelerator.memory_bytes)}",
+            f"no layout that the recipe allows fits on {world_size} devices of {capacity}",
             field="layout",
             got="auto",
-            remedy=remedy or "Shorten the sequence, leave recompute and micro_batch_size open, or see `shardwright plan`",
+            remedy=remedy,
         )
-    return put_in(recipe, found.chosen.candidate), found.chosen
+    return put_in(recipe, result.chosen.candidate), result.chosen
 
 
 def put_in(recipe: Recipe, candidate: Candidate) -> Recipe:
-    """The recipe as it would say the candidate itself."""
+    """Return the recipe with the candidate's layout, batch and recomputation written into
+    it."""
     layout = candidate.layout
     degrees: dict[str, Any] = {name: getattr(layout, name) for name in LayoutSection.model_fields if name != "auto"}
     batch = {

@@ -1,9 +1,7 @@
-"""Seconds and bytes that a partial choice cannot go below: what lets the search leave out most of what it never looks at.
-Torch-free.
+"""Lower bounds of time and memory of partial choices, by which the search prunes.
 
-Each is a bound of `step.predict_time` or `memory.predict_memory` for every way to complete the choice, not an estimate: tests
-compare
-the search with one that looks at everything.
+Each is a bound of `step.predict_time` or `memory.predict_memory` for every way to complete the
+choice, not an estimate: tests compare the search with an exhaustive one.
 """
 
 from __future__ import annotations
@@ -23,50 +21,56 @@ from shardwright.schedule.families import splits_backward
 
 @dataclass(frozen=True)
 class PipelineBound:
-    """Of schedules: `seconds` that their passes take at least, the longest forward and backward passes of a rank over one
-    micro-batch,
-    and layers of each kind that none of their ranks goes below."""
+    """Bounds over some schedules: minimum `seconds` of their passes, the longest `forward` and
+    `backward` pass of a rank for one micro-batch in seconds, and the minimum number of `layers`
+    of each kind on a rank."""
 
     seconds: float
     forward: float
     backward: float
     layers: tuple[int, ...]
     most: tuple[int, ...]
-    """Layers of each kind that none of their ranks goes above."""
+    """Maximum number of layers of each kind on a rank."""
 
 
 PipelineKey = tuple[StageCut, bool]
-"""What is cut where, and whether backward passes are split."""
+"""Partition of the layers, and True if backward passes are split."""
 
 
 class PipelineBounds:
-    """What is needed to bound one pipeline's time, worked out once for all costs and numbers of micro-batches: layers of the ranks
-    that differ, and of the stages before the last of each kind."""
+    """Time bounds of one pipeline, for any layer costs and number of micro-batches: layers of
+    the ranks that differ, and of the stages before the last rank of each kind."""
 
     def __init__(self, pipeline: PipelineShape) -> None:
         self.split = pipeline.num_ranks > 1 and splits_backward(pipeline.schedule)
-        cut = pipeline.cut
-        self.loads = [(pipeline.load_of(rank), before) for rank, before in cut.furthest]
-        self.least, self.most = cut.least, cut.most
-        self.key: PipelineKey = (cut, self.split)
-        """Pipelines of one key take equally long at least, with as many micro-batches."""
+        partition = pipeline.cut
+        self.loads = [(pipeline.load_of(rank), earlier_layers) for rank, earlier_layers in partition.furthest]
+        self.least = partition.least
+        self.most = partition.most
+        self.key: PipelineKey = (partition, self.split)
+        """Pipelines with the same key have the same bound for the same number of
+        micro-batches."""
 
     def seconds(self, costs: LayerCosts, num_micro_batches: float, first_share: float = 1.0) -> float:
-        """A rank works through its micro-batches after the first has come down the stages before it. Then that one's, or a
-        later one's, gradient has to go back up through them; beside that the rank may make gradients of weights, where its
-        schedule splits them off. `first_share` is how much of a micro-batch's time that wait takes at least."""
+        """Return the minimum seconds of the passes.
+
+        A rank runs all its micro-batches after the first one has passed the earlier stages, and
+        the gradient of that or a later one must return through them. Meanwhile the rank may
+        compute weight gradients if its schedule splits them off. `first_share` is the minimum
+        share of a micro-batch's time that this wait takes.
+        """
         best = 0.0
-        waiting = costs.going if self.split else costs.both
-        for load, before in self.loads:
-            mine = _through(costs.both, load.layers) + load.embedding * costs.embedding + load.head * costs.head
-            best = max(best, num_micro_batches * mine + first_share * _through(waiting, before))
+        wait_costs = costs.going if self.split else costs.both
+        for load, earlier_layers in self.loads:
+            rank_seconds = _through(costs.both, load.layers) + load.embedding * costs.embedding + load.head * costs.head
+            best = max(best, num_micro_batches * rank_seconds + first_share * _through(wait_costs, earlier_layers))
         return best
 
     def bound(self, costs: LayerCosts, num_micro_batches: int) -> PipelineBound:
-        """Those seconds, and the longest passes of a rank."""
-        going = _through(costs.going, self.most)
-        backward = _through(costs.both, self.most) - going + costs.embedding + costs.head
-        return PipelineBound(self.seconds(costs, num_micro_batches), going + costs.embedding, backward, self.least, self.most)
+        """Return the minimum seconds with the longest passes of a rank."""
+        forward = _through(costs.going, self.most)
+        backward = _through(costs.both, self.most) - forward + costs.embedding + costs.head
+        return PipelineBound(self.seconds(costs, num_micro_batches), forward + costs.embedding, backward, self.least, self.most)
 
 
 def _through(seconds: tuple[float, ...], layers: tuple[int, ...]) -> float:
@@ -74,7 +78,7 @@ def _through(seconds: tuple[float, ...], layers: tuple[int, ...]) -> float:
 
 
 def together(bounds: list[PipelineBound]) -> PipelineBound:
-    """What holds for each of several schedules."""
+    """Merge the bounds of several schedules into one that holds for all of them."""
     return PipelineBound(
         min(bound.seconds for bound in bounds),
         max(bound.forward for bound in bounds),
@@ -85,22 +89,26 @@ def together(bounds: list[PipelineBound]) -> PipelineBound:
 
 
 class DataBound:
-    """Seconds of the data ranks' traffic that nothing hides, of the update, and of moving weights, on a rank that holds no more
-    than the least. Neither micro batch nor recomputation changes what is worked out here."""
+    """Minimum seconds of exposed data-parallel traffic, of the update and of moving weights, on
+    a rank with the fewest layers. Independent of micro-batch and recomputation."""
 
     def __init__(self, predictor: Predictor, candidate: Candidate, least: tuple[int, ...]) -> None:
         step = StepCosts(predictor.facts, candidate, predictor.rates(candidate.precision), predictor.network)
-        alone = candidate.layout.pp == 1
-        load = StageLoad(least, embedding=alone, head=alone)
-        self._candidate, self._network = candidate, predictor.network
+        is_single_stage = candidate.layout.pp == 1
+        load = StageLoad(least, embedding=is_single_stage, head=is_single_stage)
+        self._candidate = candidate
+        self._network = predictor.network
         self._traffic = rank_traffic(step, load)
-        self._forward, self._backward = (tuple(pair[way] for pair in step.moving) for way in (0, 1))
+        self._forward, self._backward = (tuple(pair[direction] for pair in step.moving) for direction in (0, 1))
         self._moving = sum(map(mul, map(sum, step.moving), least))
         self._update = update_seconds(owned_elements(step, load), candidate, step.rates)
 
     def seconds(self, num_micro_batches: int, bound: PipelineBound) -> tuple[float, float]:
-        """Beside passes of at most that length: what comes to the passes, and what comes after them. Traffic hides behind passes,
-        which moving weights makes longer."""
+        """Return the seconds added to the passes, and the seconds after them, for passes of at
+        most `bound`'s length.
+
+        Traffic overlaps with the passes, which moving weights makes longer.
+        """
         forward = bound.forward + _through(self._forward, bound.most)
         backward = bound.backward + _through(self._backward, bound.most)
         exposed, _ = hide(self._candidate, self._network, self._traffic, num_micro_batches, forward, backward)
@@ -108,7 +116,8 @@ class DataBound:
 
 
 def overhead_of(predictor: Predictor, num_gpus: int) -> tuple[float, float]:
-    """What every step has on top: a factor for its stragglers, and seconds."""
-    efficiency, cluster = predictor.efficiency, predictor.cluster
+    """Return the overhead of every step: the straggler factor, and fixed seconds."""
+    efficiency = predictor.efficiency
+    cluster = predictor.cluster
     nodes = max(1.0, num_gpus / cluster.domain_size)
     return 1 + efficiency.straggler_share * log2(nodes), efficiency.step_seconds

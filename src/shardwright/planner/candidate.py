@@ -1,4 +1,4 @@
-"""One way to run a training step: everything that changes its memory or its time, and nothing else. Torch-free values."""
+"""Everything that changes the memory or time of a training step, as one value."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from shardwright.layout import Layout
 from shardwright.planner.stage_rules import StageRule
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
-"""Of matrix products. fp8 and nvfp4 keep activations, and all but the products, in bf16."""
+"""Precision of matmuls. fp8 and nvfp4 keep activations and everything but the matmuls in
+bf16."""
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd", "sgd_momentum"]
 Offload = Literal["none", "optimizer", "parameters"]
 
 Reference = Literal["none", "frozen", "adapter_off"]
-"""What a preference run is held to: nothing (no preferences), a frozen copy of the model, or the model without its adapters. Either
-answers every micro-batch once before the model sees the first; the copy takes memory."""
+"""Reference model of preference training: none (no preferences), a frozen copy of the model, or
+the model without its adapters. The reference computes one forward pass of every micro-batch
+before the model's first one. The copy takes memory."""
 
 STATE_BYTES: dict[OptimizerKind, float] = {
     "adamw": 8.0,
@@ -27,32 +29,38 @@ STATE_BYTES: dict[OptimizerKind, float] = {
     "sgd": 0.0,
     "sgd_momentum": 4.0,
 }
-"""Bytes of optimizer state per trained parameter, master weights not counted (8-bit: one fp32 scale per block of 256, twice).
+"""Bytes of optimizer state per trained parameter, without master weights (8-bit: one fp32 scale
+per block of 256 for each moment).
 
-Adafactor's two vectors per matrix are not counted, nor what Muon's embeddings and head have more, which is AdamW's (8)."""
+Not counted: Adafactor's two vectors per matrix, and Muon's larger AdamW states (8 bytes) of the
+embedding and head.
+"""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Low-rank adapters beside frozen weights: `rank` columns in and out of each matrix of `roles`.
+    """Low-rank adapters beside frozen weights, of rank `rank`, for each matrix of `roles`.
 
-    `quantised` holds the frozen matrices of the blocks in NF4 (QLoRA, arXiv 2305.14314).
+    `quantised` stores the frozen matrices of the blocks in NF4 (QLoRA, arXiv 2305.14314).
     """
 
     rank: int
     roles: tuple[str, ...] = ("query", "key", "value", "qkv", "attention_out", "gate", "up", "gate_up", "down")
     quantised: bool = False
     unquantised: tuple[str, ...] = ()
-    """Roles that stay in the compute precision where the rest is quantised (litgpt's fused queries, keys and values)."""
+    """Roles that stay in the compute precision when the rest is quantised (litgpt's fused
+    queries, keys and values)."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How a trainer keeps things, where trainers differ; the defaults are shardwright's own habits.
+    """Memory, precision and communication conventions of a training framework. The defaults are
+    those of shardwright.
 
-    Bytes are per parameter. `weight_bytes` is what stays on the rank between steps (None: master weights in fp32, or fp64, which
-    are cast at use), `master_bytes` a second copy that is sharded with the optimizer's states, `gradient_bytes` what accumulates
-    (None: as the master weights).
+    Bytes are per parameter. `weight_bytes` is what stays on the rank between steps (None:
+    master weights in fp32, or fp64, which are cast at use). `master_bytes` is a second copy
+    that is sharded with the optimizer states. `gradient_bytes` is the accumulated gradient
+    (None: same as the master weights).
     """
 
     name: str = "shardwright"
@@ -60,76 +68,95 @@ class Engine:
     master_bytes: float = 0.0
     gradient_bytes: float | None = None
     half_states: bool = False
-    """The optimizer's states are in half precision, as the weights are."""
+    """Optimizer states in half precision, like the weights."""
     gather_bytes: float | None = None
-    """Of parameters gathered by zero_stage 3, sent and held; None: the compute precision's."""
+    """Bytes per parameter gathered by zero_stage 3, in transfer and in memory. None: compute
+    precision."""
     reduce_bytes: float | None = None
-    """Of gradients on the wire; None: fp32, or 2 with `precision.reduce_dtype: bf16`."""
+    """Bytes per gradient element in reductions. None: fp32, or 2 with `precision.reduce_dtype:
+    bf16`."""
     nf4_bytes: float = 0.5 + 4.0 / 64
-    """Per element of a frozen matrix in NF4: 4 bits, and an fp32 scale per block of 64."""
+    """Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
     frozen_drops_inputs: bool = False
-    """What only a frozen matrix's gradient would need is not kept: inputs of products and norms that nothing adapts."""
+    """Inputs of matmuls and norms without an adapter are not saved: only gradients of frozen
+    weights would need them."""
     unquantised_bytes: float | None = None
-    """Of frozen parameters that stay unquantised beside such matrices; None: the compute precision's."""
+    """Bytes per frozen parameter that stays unquantised beside NF4 matrices. None: compute
+    precision."""
     casts_at_use: bool = True
-    """Replicated weights are cast to the compute precision at each use, and the copies are kept for the backward pass."""
+    """Replicated weights are cast to the compute precision at each use, and the copies are
+    saved for the backward pass."""
     summed_apart: bool = False
-    """Where gradients are summed in fp32, those in half precision stay beside their sums."""
+    """With fp32 gradient accumulation, the half-precision gradients stay in memory beside their
+    sums."""
     fresh_gradient_bytes: float = 0.0
-    """Of a micro-batch's own gradients, which are there beside what they are then added to. Few find room in what activations
-    leave."""
+    """Bytes per parameter of one micro-batch's gradients, live beside the sums to which they
+    are added. Few fit into the memory that freed activations leave."""
     gradients_apart: bool = False
-    """Shards of gradients are made in the stream of their reduction, whose allocations take no room that activations leave."""
+    """Gradient shards are allocated on the stream of their reduction, which cannot reuse memory
+    of freed activations."""
     update_bytes: float = 0.0
-    """Of gradients that the update copies before it reads them, in one tensor: room of its own, too. Per element that the rank
-    updates."""
+    """Bytes per updated parameter of gradients that the update first copies into one tensor,
+    which also needs memory of its own."""
     whole_gradients: bool = False
-    """zero_stage 1 holds whole gradients even without accumulation (buffers that live as long as the run)."""
+    """zero_stage 1 stores unsharded gradients even without accumulation (buffers that persist
+    for the whole run)."""
     gated_tensors: float = 3.0
-    """Tensors of feed-forward width that a gated feed-forward keeps: gate, up, product; 4 where the activation is kept too."""
+    """Saved tensors of feed-forward width in a gated feed-forward: gate, up, product. 4 if the
+    activation is saved too."""
     plain_tensors: float = 2.0
-    """The same without a gate: before and after the activation."""
+    """Saved tensors of feed-forward width without a gate: before and after the activation."""
     norm_tensors: float = 2.0
-    """Tensors of model width that a norm keeps: its input (the residual stream) and its output (the products' input)."""
+    """Saved tensors of model width per norm: its input (the residual stream) and its output
+    (the matmuls' input)."""
     rotary_tensors: float = 0.0
-    """Copies of queries and keys that the rotation keeps."""
+    """Saved copies of queries and keys in the rotary embedding."""
     selective_share: float = 1.0
-    """Of the results of products and attention, how much `recompute: selective` keeps; torchtitan keeps every second product's."""
+    """Share of the results of matmuls and attention that `recompute: selective` saves.
+    torchtitan saves every second matmul's."""
     eager_selective_share: float | None = None
-    """The same where nothing is compiled; None: alike."""
+    """The same share without compilation. None: the same value."""
     keeps_gathered_sequence: bool = True
-    """Under sequence parallelism the gathered input of the column-cut products is kept, rather than gathered again."""
+    """Under sequence parallelism the gathered input of column-parallel matmuls is saved rather
+    than gathered again."""
     sequence_buffers: float = 0.0
-    """Gathered sequences for which sequence parallelism keeps a buffer as long as the run."""
+    """Number of gathered sequences for which sequence parallelism has a buffer that persists
+    for the whole run."""
     waiting_sequences: float = 0.0
-    """Gathered sequences whose room waits for another stream before it is given away again: the host runs ahead of the device by so
-    many. Where memory is full it waits instead."""
+    """Number of gathered sequences whose memory is not reusable yet because another stream may
+    still read them: the host runs ahead of the device by that many. If memory is full, it waits
+    instead."""
     score_bytes: float | None = None
-    """Moved per attention score where no fused attention kernel keeps scores on the chip; None: spelled out, in
-    fp32 with casts."""
+    """Bytes moved per attention score without a fused kernel. None: eager operations, in fp32
+    with casts."""
     logit_bytes: float = 8.0
-    """Per logit, where the loss holds all of them at once (`loss_chunk_tokens` None)."""
+    """Bytes per logit if the loss materialises all of them at once (`loss_chunk_tokens`
+    None)."""
     cut_logit_bytes: float | None = None
-    """The same where tensor-parallel ranks hold a part of the vocabulary each; None: alike."""
+    """Bytes per logit if tensor-parallel ranks shard the vocabulary. None: the same value."""
     keeps_fp4_products: bool = True
-    """Whether `recompute: selective` knows the products in 4-bit floats: what a list of operators does not name is done again."""
+    """True if `recompute: selective` saves the results of 4-bit matmuls. A list of operators
+    that omits them recomputes them."""
     whole_logits: bool = False
     """Tensor-parallel ranks gather the logits of the whole vocabulary before the loss."""
     loads_whole: bool = False
-    """Whole weights are loaded on every rank before they are sharded, and the allocator never gives that room back."""
+    """Every rank loads unsharded weights before sharding them, and the allocator never releases
+    that memory."""
     node_dispatch: bool = False
-    """Tokens that several experts of one node wait for cross to that node once (DeepEP, HybridEP)."""
+    """Tokens for several experts of one node are sent to that node once (DeepEP, HybridEP)."""
     whole_experts: bool = False
-    """Experts lie over the tensor-parallel ranks, too, none of them cut; each rank sends the rows of its part of the sequence."""
+    """Experts are distributed over the tensor-parallel ranks too, each one unsharded. Each rank
+    sends the rows of its part of the sequence."""
     stage_rule: StageRule = "weighed"
-    """How layers are dealt to pipeline stages."""
+    """Rule that assigns layers to pipeline stages."""
     gathers_tensors: bool = False
-    """zero_stage 3 gathers and reduces each tensor by itself, rather than a block's together."""
+    """zero_stage 3 gathers and reduces each tensor separately, not a block at a time."""
     defers_stage_2: bool = False
-    """zero_stage 2 reduces gradients once per step rather than with every micro-batch."""
+    """zero_stage 2 reduces gradients once per step, not once per micro-batch."""
     frees_in_backward: bool = False
-    """The backward pass is followed operation by operation, with what each lets go of (`planner.backward`). Other trainers' peaks,
-    read from allocators, are taken from the widest gradients beside all that a block keeps."""
+    """The backward pass is modelled operation by operation, including what each one frees
+    (`planner.backward`). Peaks of other frameworks, read from allocators, are modelled as the
+    largest gradients beside all saved tensors of a block."""
 
 
 SHARDWRIGHT = Engine(frees_in_backward=True)
@@ -139,8 +166,9 @@ SHARDWRIGHT = Engine(frees_in_backward=True)
 class Candidate:
     """A layout with its batch arithmetic, precision, recomputation, optimizer and adapters.
 
-    Under pp the micro-batches of the schedule are the accumulation steps. `document_tokens` is the mean length of the documents
-    of packed rows, where the attention kernel skips what lies between documents; None is one document per row.
+    Under pp the micro-batches of the schedule are the accumulation steps. `document_tokens` is
+    the mean length of the documents of packed rows, if the attention kernel skips tokens of
+    other documents. None means one document per row.
     """
 
     layout: Layout
@@ -157,10 +185,11 @@ class Candidate:
     compile: bool = False
     flash_attention: bool = True
     fused_norms: bool = True
-    """Whether one kernel makes a norm's gradient; on the CPU it is spelled out in fp32."""
+    """True if one kernel computes a norm's gradient. On the CPU separate fp32 operations do."""
     document_tokens: int | None = None
     fp4_layers: int | None = None
-    """With `nvfp4`: so many layers from the first are, the others stay in bf16; None: all."""
+    """With `nvfp4`: number of layers, from the first, that use it; the others use bf16. None:
+    all layers."""
     loss_chunk_tokens: int | None = 1024
     engine: Engine = SHARDWRIGHT
 
@@ -176,21 +205,22 @@ class Candidate:
 
     @property
     def runnable(self) -> bool:
-        """Whether `train` can do it: offload and 8-bit floats are predicted only."""
+        """True if `train` supports it. Offload and 8-bit floats are predicted only."""
         return self.offload == "none" and self.precision not in ("fp8", "nvfp4")
 
     @property
     def activation_bytes(self) -> int:
-        """Per element of the activations."""
+        """Bytes per element of the activations."""
         return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
 
     @property
     def master_bytes(self) -> int:
-        """Per element of the master weights."""
+        """Bytes per element of the master weights."""
         return 8 if self.precision == "fp64" else 4
 
     def describe(self) -> str:
-        """In a line: degrees above 1, then what else differs from the plainest run."""
+        """Describe the layout in one line: degrees above 1, then other differences from the
+        default."""
         layout = self.layout
         degrees = [f"{axis} {layout.degree(axis)}" for axis in ("pp", "tp", "cp", "ep") if layout.degree(axis) > 1]
         degrees += _data_degrees(layout)

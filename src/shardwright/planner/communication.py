@@ -1,10 +1,8 @@
-"""Seconds of collectives on a cluster, by algorithm, size, group and link. Torch-free.
+"""Seconds of collectives on a cluster, by algorithm, size, group and link.
 
-A group is `num_ranks` members, `stride` ranks apart: which of them share a node follows from the rank grid, in which tp varies
-fastest.
-Each member has its own way out of the node, so that a ring over several nodes crosses between them on as many links as it has
-members
-on a node.
+A group has `num_ranks` members that are `stride` ranks apart. The rank grid, in which tp varies
+fastest, determines which of them share a node. Each member has its own network link, so a ring
+over several nodes uses as many links between nodes as it has members per node.
 """
 
 from __future__ import annotations
@@ -20,21 +18,25 @@ from shardwright.planner.efficiency import Efficiency
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk with one another."""
+    """Ranks of one collective, `stride` ranks apart."""
 
     num_ranks: int
     stride: int
 
 
 def groups_of(layout: Layout) -> dict[str, Group]:
-    """Groups by axis, laid out by the rank grid: pp outermost, then dp_replicate, dp_shard, cp, and tp innermost.
+    """Return the group of each axis of the rank grid: pp outermost, then dp_replicate,
+    dp_shard, cp, and tp innermost.
 
-    `fsdp` is dp_shard x cp; `ep` are neighbours within it, and `efsdp` what ZeRO shards an expert over.
+    `fsdp` is dp_shard x cp. `ep` groups are neighbours within it, and `efsdp` is the group over
+    which ZeRO shards an expert.
 
     >>> groups_of(Layout(dp_shard=4, tp=8, zero_stage=3))["fsdp"]
     Group(num_ranks=4, stride=8)
     """
-    tp, cp, fsdp = layout.tp, layout.cp, layout.fsdp
+    tp = layout.tp
+    cp = layout.cp
+    fsdp = layout.fsdp
     return {
         "tp": Group(tp, 1),
         "cp": Group(cp, tp),
@@ -48,53 +50,59 @@ def groups_of(layout: Layout) -> dict[str, Group]:
 
 
 class Network:
-    """Collectives on a cluster; `num_bytes` is as `hardware.profile` defines a message."""
+    """Time model of collectives on a cluster. `num_bytes` is the message size as
+    `hardware.profile` defines it."""
 
     def __init__(self, cluster: Cluster, efficiency: Efficiency) -> None:
-        self.cluster, self.efficiency = cluster, efficiency
+        self.cluster = cluster
+        self.efficiency = efficiency
         self.intra_rate = cluster.intra.bytes_per_second * efficiency.intra_share
         inter = cluster.inter or cluster.intra
         self.inter_rate = inter.bytes_per_second * efficiency.inter_share
         self.inter_latency = inter.latency_seconds
         self.meeting_seconds = 0.0 if cluster.profile is None else cluster.profile.handoff_seconds or 0.0
-        """Of each collective between two pieces of work, beside what it takes back to back; measured, or not known."""
+        """Seconds per collective between two computations, beyond its time back to back.
+        Measured; 0 if unknown."""
         self._found: dict[tuple[str, Group, float], float] = {}
 
     def all_gather(self, group: Group, num_bytes: float) -> float:
-        """Seconds until every member has the whole result of `num_bytes`."""
+        """Return seconds until every member has the whole result of `num_bytes`."""
         return self._look("all_gather", group, num_bytes)
 
     def reduce_scatter(self, group: Group, num_bytes: float) -> float:
-        """Seconds until every member has its share of the sum of inputs of `num_bytes`."""
+        """Return seconds until every member has its shard of the sum of inputs of
+        `num_bytes`."""
         return self._look("reduce_scatter", group, num_bytes)
 
     def all_reduce(self, group: Group, num_bytes: float) -> float:
-        """Seconds until every member has the sum of tensors of `num_bytes`."""
+        """Return seconds until every member has the sum of tensors of `num_bytes`."""
         return self._look("all_reduce", group, num_bytes)
 
     def all_to_all(self, group: Group, num_bytes: float) -> float:
-        """Seconds until every member has sent each other one its share of its `num_bytes`."""
+        """Return seconds until every member has sent every other member a share of its
+        `num_bytes`."""
         return self._look("all_to_all", group, num_bytes)
 
     def dispatch(self, group: Group, num_bytes: float, crossing_bytes: float) -> float:
-        """Seconds of an exchange of `num_bytes` of which only `crossing_bytes` leave the domain (each token once per domain)."""
+        """Return seconds of an all-to-all of `num_bytes` of which `crossing_bytes` leave the
+        domain (each token once per domain)."""
         local = self.cluster.ranks_per_domain(group.num_ranks, group.stride)
         within = num_bytes * (1 - 1 / local) / self.intra_rate
         latency = self.cluster.intra.latency_seconds + self.inter_latency * log2(max(1, group.num_ranks / local))
         return max(within, crossing_bytes / self.inter_rate) + latency + self.efficiency.collective_seconds
 
     def send(self, group: Group, num_bytes: float) -> float:
-        """Seconds until the next member of the group has `num_bytes`."""
+        """Return seconds until the next member of the group has received `num_bytes`."""
         return self._look("send", group, num_bytes)
 
     def _look(self, kind: CollectiveKind, group: Group, num_bytes: float) -> float:
         if group.num_ranks <= 1 or num_bytes <= 0:
             return 0.0
         key = (kind, group, num_bytes)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._seconds(kind, group, num_bytes) + self.meeting_seconds
-        return found
+        seconds = self._found.get(key)
+        if seconds is None:
+            seconds = self._found[key] = self._seconds(kind, group, num_bytes) + self.meeting_seconds
+        return seconds
 
     def _seconds(self, kind: CollectiveKind, group: Group, num_bytes: float) -> float:
         local = self.cluster.ranks_per_domain(group.num_ranks, group.stride)
@@ -110,10 +118,11 @@ class Network:
 
     def _one_way(self, group: Group, num_bytes: float) -> float:
         link = self.cluster.link(2, group.stride)
-        # The next stage's first rank may sit in the next domain even where the two would fit into one.
-        crosses = group.num_ranks * group.stride > self.cluster.domain_size and self.cluster.inter is not None
-        rate = self.inter_rate if crosses else self.intra_rate
-        latency = self.inter_latency if crosses else link.latency_seconds
+        # The next stage's first rank may be in the next domain even if both stages would fit
+        # into one.
+        is_inter_domain = group.num_ranks * group.stride > self.cluster.domain_size and self.cluster.inter is not None
+        rate = self.inter_rate if is_inter_domain else self.intra_rate
+        latency = self.inter_latency if is_inter_domain else link.latency_seconds
         return num_bytes / rate + latency + self.efficiency.collective_seconds
 
     def _exchange(self, num_ranks: int, local: int, num_bytes: float) -> float:
@@ -123,8 +132,10 @@ class Network:
         return max(within, across) + latency + self.efficiency.collective_seconds
 
     def _ring(self, kind: CollectiveKind, num_ranks: int, local: int, num_bytes: float) -> float:
-        """Rings, as many as a member has links; an all-reduce is a reduce-scatter and an all-gather, or one pass where the
-        switch adds."""
+        """Compute the seconds of rings over all links of a member.
+
+        An all-reduce is a reduce-scatter and an all-gather, or one pass if the switch reduces.
+        """
         passes = 2.0 if kind == "all_reduce" else 1.0
         domains = num_ranks / local
         within = (num_ranks - 1) / num_ranks * num_bytes / self.intra_rate if local > 1 else 0.0
@@ -135,12 +146,15 @@ class Network:
         return passes * (max(within, across) + steps) + self.efficiency.collective_seconds
 
     def _steps(self, kind: CollectiveKind, num_ranks: int, local: int) -> float:
-        """Latency of one pass: a hop from each member to the next, one in so many of them between domains; sums go along trees.
+        """Compute the latency of one pass: one hop per member, one of them per domain between
+        domains; all-reduces use trees.
 
-        As NCCL's own model has it (src/graph/tuning.cc): gathers and reductions into shards have nothing but rings, whose hops are
-        what thousands of ranks wait for. Within a domain whose switch copies and adds there is a hop for each doubling.
+        As in NCCL's own model (src/graph/tuning.cc): all-gathers and reduce-scatters use rings
+        only, whose hops dominate with thousands of ranks. In a domain whose switch multicasts
+        and reduces there is one hop per doubling.
         """
-        intra, domains = self.cluster.intra, num_ranks / local
+        intra = self.cluster.intra
+        domains = num_ranks / local
         if kind == "all_reduce":
             return intra.latency_seconds * log2(max(2, local)) * (local > 1) + self.inter_latency * log2(max(1.0, domains))
         hops = log2(local) * domains if intra.multicast_reduction else num_ranks - domains

@@ -1,9 +1,8 @@
-"""Seconds that one layer, the embedding and the loss take on one rank for one micro-batch, from products, attention and bytes.
-Torch-free.
+"""Seconds of one layer, the embedding and the loss on one rank for one micro-batch.
 
-Legend: N tokens of the micro-batch on this rank, S in its residual stream, D hidden, F feed-forward width, Q and K widths of
-queries and
-of keys, c bytes per activation.
+Each is a sum of matmul, attention and memory time. Legend: N tokens of the micro-batch on this
+rank, S of them in its residual stream, D hidden size, F feed-forward width, Q and K widths of
+queries and of keys, c bytes per activation.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from shardwright.planner.efficiency import Efficiency
 from shardwright.planner.facts import LayerKind, ModelFacts, Product
 
 _PEAKS = {"fp8": "fp8", "nvfp4": "fp4"}
-_OPERATIONS_FORWARD, _OPERATIONS_BACKWARD = 22, 40
-"""Operations of one block that the host starts one by one, in eager mode."""
+_OPERATIONS_FORWARD = 22
+_OPERATIONS_BACKWARD = 40
+"""Operations of one block, forward and backward, that the host launches in eager mode."""
 _COMPILED_OPERATIONS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Of one layer and one micro-batch. `weight_gradient` is the part of `backward` that makes gradients of weights, which a
-    schedule may do later; `recompute` comes before the backward pass."""
+    """Seconds of one layer and one micro-batch. `weight_gradient` is the part of `backward` for
+    weight gradients, which a schedule may defer. `recompute` comes before the backward pass."""
 
     forward: float
     backward: float
@@ -35,27 +35,31 @@ class LayerSeconds:
     attention_backward: float
     host_forward: float = 0.0
     host_backward: float = 0.0
-    """What the host needs to start the operations of a pass, traffic's included; 0 where the passes hold it already."""
+    """Seconds that the host needs to launch the operations of a pass, communication included. 0
+    if the passes include them."""
 
     @property
     def total(self) -> float:
-        """Forward, recomputation and backward."""
+        """Seconds of forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
 
     def awaiting_host(self, traffic_forward: float, traffic_backward: float) -> LayerSeconds:
-        """The same on a device that waits for its host, where products and so many seconds of exposed traffic are done earlier."""
+        """Extend the passes to the host's launch time if it exceeds compute and exposed
+        communication."""
         forward = max(self.forward, self.host_forward - traffic_forward)
         backward = max(self.backward, self.host_backward - traffic_backward)
-        again = max(self.recompute, forward) if self.recompute >= self.forward else self.recompute
-        return replace(self, forward=forward, backward=backward, recompute=again)
+        recompute = max(self.recompute, forward) if self.recompute >= self.forward else self.recompute
+        return replace(self, forward=forward, backward=backward, recompute=recompute)
 
 
 class Rates:
-    """What a device achieves in a candidate's precision: products by shape, bytes, attention. Look-ups are kept."""
+    """Rates of a device in a candidate's precision: matmuls by shape, memory, attention. Caches
+    matmul times."""
 
     def __init__(self, cluster: Cluster, efficiency: Efficiency, precision: str) -> None:
         accelerator = cluster.accelerator
-        self.cluster, self.efficiency = cluster, efficiency
+        self.cluster = cluster
+        self.efficiency = efficiency
         self.precision = _PEAKS.get(precision, precision)
         self.peak = accelerator.peak(self.precision)
         self.attention_precision = "bf16" if precision in _PEAKS else self.precision
@@ -65,24 +69,26 @@ class Rates:
         self.bytes_per_second = accelerator.memory_bytes_per_second * efficiency.memory_share
         self.update_bytes_per_second = accelerator.memory_bytes_per_second * efficiency.optimizer_share
         if cluster.profile is not None:
-            # A measured copy is what bytes can do: no share of it is lost again.
+            # A measured copy rate needs no efficiency factor.
             self.bytes_per_second = cluster.profile.memory_bytes_per_second
             self.update_bytes_per_second = cluster.profile.memory_bytes_per_second
         self.operand_bytes = {"fp8": 1, "fp4": 1, "fp32": 4, "fp64": 8}.get(self.precision, 2)
         self.narrow = precision in _PEAKS
-        """Whether blocks multiply in fewer bits than the head and all else, which stay in bf16."""
+        """True if blocks multiply in fewer bits than the head and everything else, which stay
+        in bf16."""
         self._wide = Rates(cluster, efficiency, "bf16") if self.narrow else self
         self._products: dict[tuple[float, float, float], float] = {}
 
     def product(self, m: float, n: float, k: float, *, wide: bool = False) -> float:
-        """Seconds of [m, k] x [k, n]; `wide` in bf16 where blocks multiply in fewer bits."""
+        """Return seconds of [m, k] x [k, n]. `wide` uses bf16 where blocks multiply in fewer
+        bits."""
         if wide and self.narrow:
             return self._wide.product(m, n, k)
         key = (m, n, k)
-        found = self._products.get(key)
-        if found is None:
-            found = self._products[key] = self._product(m, n, k)
-        return found
+        seconds = self._products.get(key)
+        if seconds is None:
+            seconds = self._products[key] = self._product(m, n, k)
+        return seconds
 
     def _product(self, m: float, n: float, k: float) -> float:
         if m <= 0 or n <= 0 or k <= 0:
@@ -95,11 +101,12 @@ class Rates:
             )
         if rate is None:
             rate = self.product_rate * m / (m + efficiency.m_half) * n / (n + efficiency.n_half) * k / (k + efficiency.k_half)
-        read = self.operand_bytes * (m * k + k * n + m * n) / self.bytes_per_second
-        return max(2.0 * m * n * k / rate, read, efficiency.kernel_seconds)
+        memory_seconds = self.operand_bytes * (m * k + k * n + m * n) / self.bytes_per_second
+        return max(2.0 * m * n * k / rate, memory_seconds, efficiency.kernel_seconds)
 
     def fitting(self, *widths: float) -> float:
-        """Share of a product's rate that these widths of matrices reach, by how well they fill tiles; 1 where it was measured."""
+        """Return the share of the matmul rate at these matrix widths, by how well they fill
+        tiles. 1 with a measured profile."""
         if self.cluster.profile is not None:
             return 1.0
         if any(width % 8 for width in widths):
@@ -107,20 +114,25 @@ class Rates:
         return self.efficiency.uneven_share if any(width % 64 for width in widths) else 1.0
 
     def moved(self, num_bytes: float) -> float:
-        """Seconds to read and write so many bytes."""
+        """Return seconds to read and write `num_bytes` in total."""
         return num_bytes / self.bytes_per_second
 
     def elementwise(self, num_bytes: float, tokens: float, width: int, *, backward: bool) -> float:
-        """Seconds of operations between products that read and write so many bytes, on tensors of `tokens` x `width`; at a copy's
-        pace where nothing was measured."""
-        profile, rate = self.cluster.profile, None
+        """Return seconds of elementwise operations that read and write `num_bytes`, on tensors
+        of `tokens` x `width`.
+
+        Without a measurement the rate is that of a copy.
+        """
+        profile = self.cluster.profile
+        rate = None
         if profile is not None:
             rate = profile.elementwise_bytes_per_second(self.attention_precision, max(1, round(tokens)), width, backward=backward)
         return num_bytes / (self.bytes_per_second if rate is None else rate)
 
     def attention(self, flops: float, row_tokens: float, head_dim: int, *, backward: bool) -> float:
-        """Seconds of the fused kernel for so many FLOPs."""
-        efficiency, rate = self.efficiency, None
+        """Return seconds of the fused attention kernel for `flops`."""
+        efficiency = self.efficiency
+        rate = None
         if self.cluster.profile is not None:
             rate = self.cluster.profile.attention_flops_per_second(
                 self.attention_precision, row_tokens, head_dim, backward=backward
@@ -132,73 +144,84 @@ class Rates:
 
 
 def layer_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: Rates) -> LayerSeconds:
-    """One layer of a kind; communication, and what moves weights rather than tokens (`weight_bytes`), left out."""
+    """Compute the seconds of one layer of a kind, without communication and weight movement
+    (`weight_bytes`)."""
     efficiency = rates.efficiency
     forward = inputs = weights = 0.0
     for product, rows in _products(facts, kind, candidate):
-        one, dx, dw = _product_seconds(product, rows, candidate, rates)
-        times = _copies(facts, kind, product, candidate)
+        product_forward, input_gradient, weight_gradient = _product_seconds(product, rows, candidate, rates)
+        num_calls = _copies(facts, kind, product, candidate)
         if product in kind.expert_products:
-            times /= efficiency.expert_share
-        forward, inputs, weights = forward + times * one, inputs + times * dx, weights + times * dw
+            num_calls /= efficiency.expert_share
+        forward += num_calls * product_forward
+        inputs += num_calls * input_gradient
+        weights += num_calls * weight_gradient
     if candidate.adapter is not None:
         weights = 0.0  # frozen matrices take no gradient
     attention_forward, attention_backward = _attention_seconds(facts, kind, candidate, rates)
     moved_forward, moved_backward = _moved_bytes(facts, kind, candidate)
     moved_share = efficiency.bytes_share * (efficiency.compiled_bytes_share if candidate.compile else 1.0)
-    moved_forward, moved_backward = moved_forward * moved_share, moved_backward * moved_share
-    tensor = residual_tokens(candidate), facts.shape.hidden_size
-    light = rates.elementwise(moved_forward, *tensor, backward=False)
+    moved_forward *= moved_share
+    moved_backward *= moved_share
+    stream_shape = residual_tokens(candidate), facts.shape.hidden_size
+    elementwise_forward = rates.elementwise(moved_forward, *stream_shape, backward=False)
     quantised_forward, quantised_backward = _quantised_bytes(facts, kind, candidate) if rates.narrow else (0.0, 0.0)
-    forward += attention_forward + light + rates.moved(quantised_forward)
-    backward = inputs + weights + attention_backward + rates.elementwise(moved_backward, *tensor, backward=True)
+    forward += attention_forward + elementwise_forward + rates.moved(quantised_forward)
+    backward = inputs + weights + attention_backward + rates.elementwise(moved_backward, *stream_shape, backward=True)
     backward += rates.moved(quantised_backward)
     if kind.shape.sparse and efficiency.routing_seconds:
         routing = efficiency.routing_seconds * _sent_rows(facts, candidate)
-        forward, backward = forward + routing / 2, backward + routing / 2
+        forward += routing / 2
+        backward += routing / 2
     adapted_forward, adapted_backward = _adapted_bytes(facts, kind, candidate)
     forward += rates.moved(adapted_forward * moved_share)
     backward += rates.moved(adapted_backward * moved_share)
-    opened = rates.moved(_dequantised_bytes(facts, kind, candidate))
-    forward, backward = forward + opened, backward + opened
+    dequantisation = rates.moved(_dequantised_bytes(facts, kind, candidate))
+    forward += dequantisation
+    backward += dequantisation
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
-    host_forward, host_backward = host * sparse * _OPERATIONS_FORWARD, host * sparse * _OPERATIONS_BACKWARD
+    host_forward = host * sparse * _OPERATIONS_FORWARD
+    host_backward = host * sparse * _OPERATIONS_BACKWARD
     if efficiency.runs_on_host:
-        forward, backward, host_forward, host_backward = forward + host_forward, backward + host_backward, 0.0, 0.0
-    recompute = {"none": 0.0, "full": forward, "selective": light}[candidate.recompute]
+        forward += host_forward
+        backward += host_backward
+        host_forward = host_backward = 0.0
+    recompute = {"none": 0.0, "full": forward, "selective": elementwise_forward}[candidate.recompute]
     return LayerSeconds(forward, backward, recompute, weights, attention_forward, attention_backward, host_forward, host_backward)
 
 
 def expert_spread(candidate: Candidate) -> int:
-    """Over how many tensor-parallel ranks a trainer spreads whole experts, where another cuts each of them: 1 where it does not."""
+    """Return over how many tensor-parallel ranks whole experts are distributed. 1 if each
+    expert is sharded instead."""
     return candidate.layout.tp if candidate.engine.whole_experts else 1
 
 
 def _sent_rows(facts: ModelFacts, candidate: Candidate) -> float:
-    """Rows that the rank sends to experts, and is sent."""
+    """Count the rows that the rank sends to experts, equal to those it receives."""
     experts = facts.shape.experts
     assert experts is not None
     return micro_batch_tokens(candidate) * experts.experts_per_token / expert_spread(candidate)
 
 
 def _products(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> list[tuple[Product, float]]:
-    """Each product of a layer with its rows on this rank."""
+    """List the matmuls of a layer with their rows on this rank."""
     tokens = micro_batch_tokens(candidate)
-    found: list[tuple[Product, float]] = [(product, float(tokens)) for product in kind.products]
+    products: list[tuple[Product, float]] = [(product, float(tokens)) for product in kind.products]
     if kind.expert_products:
         experts = facts.shape.experts
         assert experts is not None
-        held = experts.num_experts / candidate.layout.ep
-        # Rows of all ranks that share the experts, spread evenly over those held here. Where tensor-parallel ranks hold whole
-        # experts, each has fewer of them and is sent as many rows for each.
-        rows = tokens * experts.experts_per_token / held
-        found += [(product, rows) for product in kind.expert_products]
-    return found
+        local_experts = experts.num_experts / candidate.layout.ep
+        # Rows of all ranks that share the experts, spread evenly over the local ones. If
+        # tensor-parallel ranks hold whole experts, each rank has fewer experts with the same
+        # number of rows each.
+        rows = tokens * experts.experts_per_token / local_experts
+        products += [(product, rows) for product in kind.expert_products]
+    return products
 
 
 def _copies(facts: ModelFacts, kind: LayerKind, product: Product, candidate: Candidate) -> float:
-    """How many times the rank makes a product: once per expert that it holds, and of many experts those that got a row."""
+    """Count the matmuls of this shape on the rank: one per local expert, otherwise 1."""
     if product not in kind.expert_products:
         return 1.0
     experts = facts.shape.experts
@@ -207,16 +230,17 @@ def _copies(facts: ModelFacts, kind: LayerKind, product: Product, candidate: Can
 
 
 def _product_seconds(product: Product, rows: float, candidate: Candidate, rates: Rates) -> tuple[float, float, float]:
-    """Seconds of the product, of its input's gradient, and of its weight's."""
+    """Return seconds of the matmul, of its input's gradient, and of its weight's gradient."""
     tp = candidate.layout.tp
-    num_in, num_out = float(product.num_in), float(product.num_out)
+    num_in = float(product.num_in)
+    num_out = float(product.num_out)
     if product.cut in ("expert_columns", "expert_rows") and expert_spread(candidate) > 1:
         tp = 1
     if product.cut in ("columns", "vocabulary", "expert_columns"):
         num_out /= tp
     elif product.cut in ("rows", "expert_rows"):
         num_in /= tp
-    # A vocabulary is padded by most trainers, whatever a table says of it.
+    # Most frameworks pad the vocabulary, whatever size a table states.
     share = 1.0 if product.cut == "vocabulary" else rates.fitting(num_in, num_out)
     wide = product.role in ("head", "router")
     return (
@@ -227,60 +251,70 @@ def _product_seconds(product: Product, rows: float, candidate: Candidate, rates:
 
 
 def _attention_seconds(facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: Rates) -> tuple[float, float]:
-    shape, tokens = facts.shape, micro_batch_tokens(candidate)
-    row = candidate.document_tokens or candidate.sequence_length
-    row = min(row, candidate.sequence_length)
+    shape = facts.shape
+    tokens = micro_batch_tokens(candidate)
+    row_tokens = candidate.document_tokens or candidate.sequence_length
+    row_tokens = min(row_tokens, candidate.sequence_length)
     widths = (shape.query_width + shape.value_width) / candidate.layout.tp
-    engine_bytes = candidate.engine.score_bytes
+    score_bytes = candidate.engine.score_bytes
     if shape.attention_soft_cap is not None or not candidate.flash_attention:
-        # Spelled out: whole rows of scores, moved about ten times in fp32 and the compute precision, or as the trainer fuses it.
+        # Not fused: full rows of scores, moved about ten times in fp32 and the compute
+        # precision, or as the framework's fused softmax moves them.
         scores = tokens * candidate.sequence_length * shape.num_heads / candidate.layout.tp
         flops = 2.0 * widths * tokens * candidate.sequence_length
-        moved = scores * (8 + 6 * candidate.activation_bytes if engine_bytes is None else engine_bytes)
+        moved = scores * (8 + 6 * candidate.activation_bytes if score_bytes is None else score_bytes)
         rate = rates.product_rate * 0.6 * (rates.fitting(shape.head_dim) if shape.head_dim % 8 else 1.0)
         return flops / rate + rates.moved(moved), 2.0 * flops / rate + rates.moved(1.5 * moved)
-    flops = 2.0 * widths * tokens * facts.visible_keys(kind, row)
-    forward = rates.attention(flops, row, shape.head_dim, backward=False)
-    return forward, rates.attention(2.5 * flops, row, shape.head_dim, backward=True)
+    flops = 2.0 * widths * tokens * facts.visible_keys(kind, row_tokens)
+    forward = rates.attention(flops, row_tokens, shape.head_dim, backward=False)
+    return forward, rates.attention(2.5 * flops, row_tokens, shape.head_dim, backward=True)
 
 
 def _moved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
-    """Bytes that a layer's element-wise operations read and write, forward and backward, written as the model writes them.
+    """Count bytes that a layer's elementwise operations read and write, forward and backward,
+    as the model implements them.
 
-    A norm reads and writes S D (backward: reads twice, writes once, and once more for the weight); a residual sum moves 3 S D;
-    rotations
-    move 3 N (Q + K); a gate moves 5 N F, and 11 N F backward.
+    A norm reads and writes S D (backward: reads twice, writes once, and once more for the
+    weight). A residual sum moves 3 S D, rotary embeddings 3 N (Q + K), a gate 5 N F, and 11 N F
+    backward.
     """
-    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
-    tokens, stream = micro_batch_tokens(candidate), residual_tokens(candidate)
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tp = candidate.layout.tp
+    tokens = micro_batch_tokens(candidate)
+    stream = residual_tokens(candidate)
     width = stream * shape.hidden_size
     heads = tokens * (shape.query_width + shape.kv_width) / tp
     experts = shape.experts if kind.shape.sparse else None
     inner = tokens * shape.intermediate_size / tp
-    sent = 0.0
+    dispatched = 0.0
     if experts is not None:
         rows = tokens * experts.experts_per_token
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
-        sent = _sent_rows(facts, candidate) * shape.hidden_size  # gathered, weighted and added back
+        # Rows are gathered, weighted and added back.
+        dispatched = _sent_rows(facts, candidate) * shape.hidden_size
         if experts.expert_bias:
-            # Biases added to rows and a clamped gate are operations of their own: they read and write some nine tensors of the
-            # inner width going forward, twice as many coming back, and two of the model's.
-            sent += sent / 3
+            # Biases added to rows and a clamped gate are separate operations: forward they read
+            # and write about nine tensors of the inner width, backward twice as many, and two
+            # of the model's width.
+            dispatched += dispatched / 3
             inner += rows * experts.intermediate_size / tp * 1.8
     gated = shape.gated or experts is not None
-    forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * sent
-    backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * sent
+    forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * dispatched
+    backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * dispatched
     return forward * size, backward * size
 
 
 def _adapted_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
-    """Bytes that adapters move beside their matrices, forward and backward. Their products are so narrow that they only read and
-    write.
+    """Count bytes that adapters move beside their matrices, forward and backward. Their matmuls
+    are so narrow that they are memory-bound.
 
-    Forward: the input is read, the second product written, scaled, and added to the matrix' output. Backward: the scaled gradient
-    is made and read by two products, the input read by a third, and its gradient written and added.
+    Forward: the input is read; the second matmul's result is written, scaled, and added to the
+    matrix's output. Backward: the scaled gradient is written and read by two matmuls, the input
+    is read by a third, and its gradient is written and added.
     """
-    adapter, tp = candidate.adapter, candidate.layout.tp
+    adapter = candidate.adapter
+    tp = candidate.layout.tp
     if adapter is None:
         return 0.0, 0.0
     forward = backward = 0.0
@@ -296,11 +330,13 @@ def _adapted_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> 
 
 
 _DEQUANTISED_BYTES = 6.0
-"""Of each weight in NF4 that a product takes in: 4 bits read, looked up and written, scaled by what was quantised itself."""
+"""Bytes moved per NF4 weight of a matmul: 4 bits read, looked up and written, scaled by scales
+that are quantised too."""
 
 
 def _dequantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
-    """Bytes that a pass through a layer moves to make wide matrices of its frozen NF4 ones (QLoRA): of all of them, every time."""
+    """Count bytes moved in one pass through a layer to dequantise all of its frozen NF4
+    matrices (QLoRA)."""
     adapter = candidate.adapter
     if adapter is None or not adapter.quantised:
         return 0.0
@@ -313,26 +349,31 @@ def _dequantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
 
 
 _QUANTISED_BYTES = 4.0
-"""Of each element that a product in fewer bits takes in: read in bf16, written once along its rows and once along its columns, for
-the pass that transposes it."""
+"""Bytes moved per element of a low-precision matmul's input: read in bf16, written once by rows
+and once by columns, for the transposed matmul of the backward pass."""
 _FIRST_OF_INPUT = ("query", "qkv", "gate", "gate_up", "attention_out", "down", "query_latent", "key_value", "projection")
-"""Roles whose input no product before them has quantised: keys and values take the queries', up the gate's."""
+"""Roles whose input is not already quantised for an earlier matmul: keys and values share the
+queries', up shares the gate's."""
 
 
 def _quantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
-    """Bytes that a layer moves to make operands of fewer bits: inputs in the forward pass, gradients of outputs in the backward
-    pass. Weights are quantised once a step and are not counted."""
+    """Count bytes moved to quantise a layer's operands: inputs in the forward pass, output
+    gradients in the backward pass.
+
+    Weights are quantised once per step and not counted.
+    """
     tp = candidate.layout.tp
     forward = backward = 0.0
     for product, rows in _products(facts, kind, candidate):
         if product.role == "router":
             continue
         elements = rows * _copies(facts, kind, product, candidate)
-        width_in, width_out = float(product.num_in), float(product.num_out)
-        whole = product.cut.startswith("expert") and expert_spread(candidate) > 1
-        if not whole and product.cut in ("columns", "expert_columns"):
+        width_in = float(product.num_in)
+        width_out = float(product.num_out)
+        is_unsharded = product.cut.startswith("expert") and expert_spread(candidate) > 1
+        if not is_unsharded and product.cut in ("columns", "expert_columns"):
             width_out /= tp
-        elif not whole and product.cut in ("rows", "expert_rows"):
+        elif not is_unsharded and product.cut in ("rows", "expert_rows"):
             width_in /= tp
         if product.role in _FIRST_OF_INPUT or product.cut.startswith("expert"):
             forward += elements * width_in
@@ -341,46 +382,56 @@ def _quantised_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -
 
 
 def weight_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> tuple[float, float]:
-    """Bytes moved for weights rather than tokens: casts at use, copies out of gathers and into reductions, sums of gradients."""
-    layout, size, master = candidate.layout, candidate.activation_bytes, candidate.master_bytes
+    """Count bytes moved for weights rather than tokens: casts at use, copies from gathers and
+    to reductions, sums of gradients."""
+    layout = candidate.layout
+    size = candidate.activation_bytes
+    master = candidate.master_bytes
     if candidate.adapter is not None:
         return 0.0, 0.0
-    held = facts.held(layout).layers[kind.slot]
-    summed = master if candidate.engine.gradient_bytes is None else candidate.engine.gradient_bytes
+    elements = facts.held(layout).layers[kind.slot]
+    gradient_bytes = master if candidate.engine.gradient_bytes is None else candidate.engine.gradient_bytes
     if layout.zero_stage >= 1 and layout.fsdp > 1:
         if layout.zero_stage == 3:
-            return held.whole * 2 * size, held.whole * (3 * size + master)
-        return 0.0, held.whole * (size + summed)
+            return elements.whole * 2 * size, elements.whole * (3 * size + master)
+        return 0.0, elements.whole * (size + gradient_bytes)
     if candidate.engine.weight_bytes is None and candidate.engine.casts_at_use and size != master:
-        return held.matrices * (master + size), held.matrices * (size + 3 * master)
-    return 0.0, held.whole * 2 * master
+        return elements.matrices * (master + size), elements.matrices * (size + 3 * master)
+    return 0.0, elements.whole * 2 * master
 
 
 def end_seconds(facts: ModelFacts, candidate: Candidate, rates: Rates) -> tuple[float, float]:
-    """Seconds per micro-batch of the embedding (forward and backward), and of the final norm, the head and the loss.
+    """Compute seconds per micro-batch of the embedding (forward and backward), and of the final
+    norm, the head and the loss.
 
-    The chunked loss makes its gradients in the forward pass: three products, and about 30 bytes moved per logit.
+    The chunked loss computes its gradients in the forward pass: three matmuls, and about 30
+    bytes moved per logit.
     """
-    shape, size, tp = facts.shape, candidate.activation_bytes, candidate.layout.tp
-    tokens, vocab = micro_batch_tokens(candidate), shape.vocab_size / tp
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tp = candidate.layout.tp
+    tokens = micro_batch_tokens(candidate)
+    vocab = shape.vocab_size / tp
     embedding = rates.moved(tokens * shape.hidden_size * (3 * size + 4))
     if candidate.adapter is None:
         embedding += rates.moved(vocab * shape.hidden_size * 4)
     chunk = min(candidate.loss_chunk_tokens or tokens, tokens)
     num_chunks = tokens / chunk
-    one, dx, dw = (seconds * num_chunks for seconds in _product_seconds(facts.head, chunk, candidate, rates))
+    forward, dx, dw = (seconds * num_chunks for seconds in _product_seconds(facts.head, chunk, candidate, rates))
     if candidate.adapter is not None:
         dw = 0.0
     moved = tokens * vocab * (18 + 6 * size)
     if candidate.adapter is None and candidate.loss_chunk_tokens is not None:
         moved += num_chunks * vocab * shape.hidden_size * (2 * size + 8)
-    return embedding, one + dx + dw + rates.moved(moved)
+    return embedding, forward + dx + dw + rates.moved(moved)
 
 
 def update_seconds(trained_shard: float, candidate: Candidate, rates: Rates) -> float:
-    """Norm, clip and update of the trained parameters that a rank owns: 40 bytes each with AdamW's two moments.
+    """Compute seconds of norm, clip and update of the trained parameters on a rank: 40 bytes
+    each with AdamW's two moments.
 
-    Of Muon this is what it moves in memory; the products that make a matrix orthogonal, and their traffic, are not in it.
+    For Muon only memory traffic is counted, without the orthogonalisation's matmuls and
+    communication.
     """
     per_element = {"adamw": 40.0, "adamw_8bit": 28.0, "adafactor": 36.0, "muon": 44.0, "sgd": 24.0, "sgd_momentum": 32.0}[
         candidate.optimizer

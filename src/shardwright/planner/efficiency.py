@@ -1,4 +1,4 @@
-"""How much of what data sheets promise is achieved: the planner's only fitted numbers, each with a cause that a person can name."""
+"""Achieved shares of data-sheet rates: the planner's only fitted numbers."""
 
 from __future__ import annotations
 
@@ -8,97 +8,112 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares, seconds and sizes for one kind of accelerator under one trainer. Every number is read by the planner's formulas.
+    """Shares, seconds and sizes of one kind of accelerator under one framework. The planner's
+    formulas read all of them.
 
-    A product [m, k] x [k, n] runs at peak x `matmul_share` x m/(m + m_half) x n/(n + n_half) x k/(k + k_half), never faster
-    than its
-    operands can be read, and takes `kernel_seconds` at least.
+    A matmul [m, k] x [k, n] runs at peak x `matmul_share` x m/(m + m_half) x n/(n + n_half) x
+    k/(k + k_half), is limited by the memory rate of its operands, and takes at least
+    `kernel_seconds`.
     """
 
     matmul_share: float = 0.80
-    """Of the dense peak, by very large products (power limits included)."""
+    """Share of the dense peak that very large matmuls reach (power limits included)."""
     matmul_share_by_precision: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Where a precision differs: fp8's products with their scaling reach less of their peak."""
+    """Different shares by precision: fp8 matmuls with their scaling reach less of their
+    peak."""
     m_half: float = 256.0
-    """Rows (tokens) at which a product runs at half of its best rate; tiles and waves that are not full."""
+    """Rows (tokens) at which a matmul reaches half of its best rate, due to partial tiles and
+    waves."""
     n_half: float = 128.0
     k_half: float = 128.0
     uneven_share: float = 0.9
-    """Of a product's rate, where a width of its matrix is no multiple of 64: tiles that are not full."""
+    """Share of the matmul rate if a width of the matrix is no multiple of 64: partial tiles."""
     odd_share: float = 0.15
-    """Where it, or a head in attention that is spelled out, is no multiple of 8: tensor cores do not take it."""
+    """Share of the matmul rate if a width, or the head size of attention without a fused
+    kernel, is no multiple of 8: tensor cores are not used."""
     expert_share: float = 1.0
-    """Of a product's rate, what experts' products reach with routing, sorting and uneven sizes counted in."""
+    """Share of the matmul rate that expert matmuls reach, including routing, sorting and uneven
+    sizes."""
     routing_seconds: float = 0.0
-    """Of each row that is sent to an expert, both passes, what choosing and ordering rows takes beyond moving them: nothing where
-    one kernel does it."""
+    """Seconds per row sent to an expert, both passes, for routing and sorting beyond moving the
+    rows. 0 if one kernel does it."""
     sparse_operations: float = 1.6
-    """Operations of a sparse layer over those of a dense one: what the host has to start."""
+    """Ratio of a sparse layer's operations to a dense layer's, for the host's launch time."""
     attention_forward_share: float = 0.55
-    """Of the dense peak, by the fused attention kernel's forward pass on long rows."""
+    """Share of the dense peak that the fused attention kernel's forward pass reaches on long
+    rows."""
     attention_backward_share: float = 0.42
     attention_half_tokens: float = 256.0
-    """Tokens of a row at which attention runs at half of its best rate."""
+    """Tokens of a row at which attention reaches half of its best rate."""
     memory_share: float = 0.80
-    """Of the memory's bandwidth, by operations that only move bytes."""
+    """Share of the memory bandwidth that copies reach."""
     bytes_share: float = 1.0
-    """Of the bytes that element-wise operations move one by one, what the trainer's kernels move: less where it fuses them."""
+    """Ratio of the bytes that the framework's kernels move to those of separate elementwise
+    operations. Fusion lowers it."""
     compiled_bytes_share: float = 0.55
-    """Of the bytes that element-wise operations move, what is left when the compiler has fused them."""
+    """Share of the elementwise bytes that remains after the compiler has fused operations."""
     kernel_seconds: float = 4e-6
-    """Least time of one operation on the device."""
+    """Minimum time of one operation on the device."""
     host_seconds: float = 7e-6
-    """Least time between the starts of two operations: the host's, which a device that is quicker waits for."""
+    """Minimum time between two launches by the host. A faster device waits for it."""
     runs_on_host: bool = False
-    """Whether the device is its own host (a CPU): starting operations then comes on top of doing them."""
+    """True if the device is its own host (a CPU): launch time then adds to compute time."""
     handoff_seconds: float = 0.0
-    """Of each gather and reduction of the data ranks, what the host needs around it where nothing else runs meanwhile: hooks,
-    threads that hand over, peers that come late."""
+    """Seconds of host work around each data-parallel gather or reduction if nothing overlaps:
+    hooks, thread handoffs, late peers."""
     step_share: float = 1.0
-    """Of the pace at which collectives were measured, what they reach in a step. A profile's are back to back, on buffers whose
-    pages are there, in the best round; in a step a CPU's buffers are new each time, and the cores at other work."""
+    """Share of the measured collective rate that is reached in a step. A profile measures
+    collectives back to back, on mapped buffers, in the best round. In a step a CPU's buffers
+    are new each time and its cores are busy."""
     intra_share: float = 0.80
-    """Of the link within a domain, by large collectives."""
+    """Share of the bandwidth within a domain that large collectives reach."""
     inter_share: float = 0.80
-    """Of the link between domains."""
+    """Share of the bandwidth between domains that large collectives reach."""
     collective_seconds: float = 12e-6
-    """Start of a collective, beyond the link's own latency."""
+    """Startup time of a collective, beyond the link's latency."""
     hop_seconds: float = 0.0
-    """Of a tensor-parallel collective, for each further member of its ring, beyond the link's latency; a ring over a network whose
-    sends are slow to start (EFA) pays it at every hop."""
+    """Seconds per further ring member of a tensor-parallel collective, beyond the link's
+    latency. Networks with slow sends (EFA) add it at every hop."""
     data_hop_seconds: float = 0.0
-    """Of a gather or a reduction of the data ranks, for each further member of its ring, beyond the link's latency."""
+    """Seconds per further ring member of a data-parallel gather or reduction, beyond the link's
+    latency."""
     pipelined_hop_seconds: float = 0.0
-    """The same on top where the ranks are also pipelined: sends between stages stand in the way of the rings."""
+    """Additional seconds per hop under pipeline parallelism: sends between stages delay the
+    rings."""
     congested_gpus: int = 0
-    """Accelerators from which on a network no longer serves the sends of pipelines at once; 0 is never."""
+    """Number of accelerators from which the network delays pipeline sends. 0: never."""
     congestion_seconds: float = 0.0
-    """What each micro-batch then waits between two stages; among more, half as long again."""
+    """Seconds that each micro-batch then waits between two stages; 1.5 times as long with more
+    than two."""
     limit_seconds: float = 0.0
-    """What each micro-batch waits for the allocator where a run needs more than the device has: it hands back and asks again."""
+    """Seconds that each micro-batch waits for the allocator if a run exceeds device memory and
+    blocks are freed and reallocated."""
     data_overlap: float = 0.90
-    """Share of the traffic of gathers and reductions that may run beside compute."""
+    """Share of data-parallel gathers and reductions that may overlap with compute."""
     tensor_overlap: float = 0.0
     context_overlap: float = 0.90
     expert_overlap: float = 0.0
-    """Of what experts are sent where they lie over several domains."""
+    """Share of expert dispatch that may overlap with compute if experts span several
+    domains."""
     near_expert_overlap: float = 0.0
-    """The same within one domain, whose links are so quick that most trainers wait for it."""
+    """The same within one domain. Its links are so fast that most frameworks do not overlap."""
     pipeline_overlap: float = 0.0
     contention: float = 0.08
-    """By how much compute slows down while traffic runs beside it: the collectives' kernels and memory traffic."""
+    """Relative slowdown of compute while communication overlaps: the collectives' kernels and
+    memory traffic."""
     optimizer_share: float = 0.70
-    """Of the memory's bandwidth, by the optimizer's update."""
+    """Share of the memory bandwidth that the optimizer's update reaches."""
     step_seconds: float = 5e-3
-    """Between steps: data, norm, logging."""
+    """Seconds between steps: data, norm, logging."""
     straggler_share: float = 0.01
-    """By how much a step is longer for each doubling of nodes: the slowest of many sets the pace."""
+    """Relative step-time increase per doubling of nodes, because the slowest rank sets the
+    pace."""
     reserve_share: float = 0.05
-    """Of live bytes, what the allocator holds beyond them."""
+    """Memory reserved by the allocator beyond live bytes, as a share of them."""
     reserve_bytes: float = 0.3e9
     context_bytes: float = 0.9e9
-    """The device's context and libraries."""
+    """Bytes of the device's context and libraries."""
     communicator_bytes: float = 0.25e9
-    """Buffers of each process group that a rank is a member of."""
+    """Buffer bytes of each process group of a rank."""
     usable_share: float = 1.0
-    """Of the device's memory, what a run may plan to fill."""
+    """Share of the device's memory that a run may plan to fill."""

@@ -1,4 +1,4 @@
-"""Why the chosen layout won, in sentences with numbers. Nothing here is a rule: each sentence compares predictions."""
+"""Reasons for the chosen layout: sentences that compare predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LORA_RANK = 16
 
 
 def explain(predictor: Predictor, question: Question, found: Found) -> list[str]:
-    """Sentences about links, pipelines, sharding against cutting, recomputation and adapters; those that apply."""
+    """Return the sentences that apply: links, pipelines, tensor parallelism against sharding,
+    recomputation and adapters."""
     chosen = found.chosen
     if chosen is None:
         return []
@@ -37,27 +38,32 @@ def explain(predictor: Predictor, question: Question, found: Found) -> list[str]
 
 
 def _chosen(found: Found) -> str | None:
-    chosen, fastest = found.chosen, found.predictions[0]
+    chosen = found.chosen
+    fastest = found.predictions[0]
     assert chosen is not None
     if found.with_room is not None and found.best is not None:
         passed_over = found.best
         return (
-            f"{passed_over.candidate.describe()} would take {format_seconds(passed_over.time.step)} a step and "
-            f"{format_bytes(passed_over.memory.total)} of {format_bytes(chosen.memory_capacity_bytes)}; "
-            f"{chosen.candidate.describe()} takes {format_seconds(chosen.time.step)} and {format_bytes(chosen.memory.total)}, "
+            f"{passed_over.candidate.describe()} would take "
+            f"{format_seconds(passed_over.time.step)} per step and "
+            f"{format_bytes(passed_over.memory.total)} of "
+            f"{format_bytes(chosen.memory_capacity_bytes)}; "
+            f"{chosen.candidate.describe()} takes {format_seconds(chosen.time.step)} "
+            f"and {format_bytes(chosen.memory.total)}, "
             f"which leaves room for {MEMORY_ERROR_SHARE:.0%} more memory than predicted."
         )
     if chosen is fastest:
-        return f"{chosen.candidate.describe()} is the fastest of all that fit."
+        return f"{chosen.candidate.describe()} is the fastest layout that fits."
     slower = chosen.time.step / fastest.time.step - 1
+    name = fastest.candidate.describe()
     return (
-        f"{chosen.candidate.describe()} is {slower:.1%} behind the fastest ({fastest.candidate.describe()}), "
-        "which is less than predictions can tell apart, and is cut less."
+        f"{chosen.candidate.describe()} is only {slower:.1%} slower than the fastest ({name}) "
+        "and has less partitioning; predictions are not that precise."
     )
 
 
 def _tensor_links(predictor: Predictor, question: Question) -> str | None:
-    """Tensor parallel within a domain against twice as far."""
+    """Compare tensor parallelism within a domain with twice its degree."""
     cluster = predictor.cluster
     inside = max((d for d in divisors(question.num_gpus) if d <= cluster.domain_size), default=1)
     outside = 2 * inside
@@ -68,74 +74,84 @@ def _tensor_links(predictor: Predictor, question: Question) -> str | None:
         return None
     assert cluster.inter is not None
     return (
-        f"Tensor parallel over {inside} GPUs stays on {cluster.intra.name}: its traffic takes {_share(within, 'tensor')} "
-        f"of the step; over {outside} it crosses {cluster.inter.name} and takes {_share(across, 'tensor')} "
+        f"Tensor parallelism over {inside} GPUs uses {cluster.intra.name} only: "
+        f"its communication takes {_share(within, 'tensor')} of the step; "
+        f"over {outside} it also uses {cluster.inter.name}, {_share(across, 'tensor')} of the step "
         f"({_per_gpu(within)} against {_per_gpu(across)} tokens/s per GPU)."
     )
 
 
 def _micro_batches(predictor: Predictor, question: Question) -> str | None:
-    """The wait of a pipeline at one, two and four micro-batches a stage."""
+    """Compare the bubble of a pipeline with one, two and four micro-batches per stage."""
     layers = predictor.facts.shape.num_layers
     stages = max((d for d in divisors(question.num_gpus) if 1 < d <= min(layers, 8)), default=1)
     if stages == 1:
         return None
-    told = []
+    bubbles = []
     for rounds in (1, 2, 4):
         candidate = _candidate(question, recompute="full", pp=stages)
         candidate = replace(candidate, micro_batch_size=1, gradient_accumulation_steps=rounds * stages)
         prediction = predictor.predict(candidate)
-        told.append(f"{prediction.time.bubble / prediction.time.step:.0%} with {rounds * stages}")
-    return f"A pipeline of {stages} stages (1F1B) waits for {', '.join(told)} micro-batches a step."
+        share = prediction.time.bubble / prediction.time.step
+        bubbles.append(f"{share:.0%} with {rounds * stages}")
+    shares = ", ".join(bubbles)
+    return f"A pipeline of {stages} stages (1F1B) idles for {shares} micro-batches per step."
 
 
 def _sharding_or_cutting(predictor: Predictor, question: Question, found: Found) -> str | None:
-    """The best without tensor parallelism against the best with it."""
+    """Compare the best layout without tensor parallelism with the best one with it."""
     if question.num_gpus == 1:
         return None
-    whole = _best(predictor, question, found, lambda candidate: candidate.layout.tp == 1)
-    cut = _best(predictor, question, found, lambda candidate: candidate.layout.tp > 1)
-    if whole is None or cut is None:
-        missing, there = ("without", cut) if whole is None else ("with", whole)
-        return None if there is None else f"Nothing fits {missing} tensor parallelism."
-    ahead, behind = sorted((whole, cut), key=lambda prediction: prediction.time.step)
+    without = _best(predictor, question, found, lambda candidate: candidate.layout.tp == 1)
+    with_tensor = _best(predictor, question, found, lambda candidate: candidate.layout.tp > 1)
+    if without is None or with_tensor is None:
+        missing, other = ("without", with_tensor) if without is None else ("with", without)
+        return None if other is None else f"Nothing fits {missing} tensor parallelism."
+    ahead, behind = sorted((without, with_tensor), key=lambda prediction: prediction.time.step)
     return (
-        f"Without tensor parallelism the best is {whole.candidate.describe()} ({format_seconds(whole.time.step)}, "
-        f"{format_seconds(whole.time.exposed)} of it traffic that nothing hides); with it {cut.candidate.describe()} "
-        f"({format_seconds(cut.time.step)}, {format_seconds(cut.time.exposed)}): "
+        f"Without tensor parallelism the best is {without.candidate.describe()} "
+        f"({format_seconds(without.time.step)}, {format_seconds(without.time.exposed)} of it "
+        f"exposed communication); with it {with_tensor.candidate.describe()} "
+        f"({format_seconds(with_tensor.time.step)}, "
+        f"{format_seconds(with_tensor.time.exposed)}): "
         f"{behind.time.step / ahead.time.step - 1:.1%} apart."
     )
 
 
 def _recomputation(predictor: Predictor, question: Question, chosen: Prediction) -> str | None:
-    """What recomputing blocks saves and costs, against what sharding further does."""
+    """Compare the saved memory and added time of full recomputation with those of a higher ZeRO
+    stage."""
     plain = replace(chosen.candidate, recompute="none")
     full = predictor.predict(replace(plain, recompute="full"))
     none = predictor.predict(plain)
-    saved, cost = none.memory.total - full.memory.total, full.time.step / none.time.step - 1
-    told = f"With this layout recomputing whole blocks saves {format_bytes(saved)} a GPU and costs {cost:.0%} of time"
+    saved = format_bytes(none.memory.total - full.memory.total)
+    cost = full.time.step / none.time.step - 1
+    sentence = f"Full recomputation saves {saved} per GPU and adds {cost:.0%} of time"
     layout = chosen.candidate.layout
     stage = layout.zero_stage
     if layout.data_ranks * layout.cp > 1 and stage < 3:
-        further = replace(layout, zero_stage=stage + 1, dp_shard=layout.data_ranks, dp_replicate=1)  # type: ignore[arg-type]
-        sharded = predictor.predict(replace(plain, layout=further))
-        told += (
-            f"; zero_stage {stage + 1} saves {format_bytes(none.memory.total - sharded.memory.total)} "
-            f"and costs {sharded.time.step / none.time.step - 1:.0%}"
+        more_sharded = replace(layout, zero_stage=stage + 1, dp_shard=layout.data_ranks, dp_replicate=1)  # type: ignore[arg-type]
+        sharded = predictor.predict(replace(plain, layout=more_sharded))
+        sentence += (
+            f"; zero_stage {stage + 1} saves "
+            f"{format_bytes(none.memory.total - sharded.memory.total)} "
+            f"and adds {sharded.time.step / none.time.step - 1:.0%}"
         )
-    return told + f" (without either: {format_bytes(none.memory.total)}{'' if none.fits else ', which does not fit'})."
+    fit = "" if none.fits else ", which does not fit"
+    return sentence + f" (without either: {format_bytes(none.memory.total)}{fit})."
 
 
 def _adapters(predictor: Predictor, question: Question, chosen: Prediction) -> str | None:
-    """Low-rank adapters in place of all weights."""
+    """Compare low-rank adapters with training all weights."""
     if question.template.adapter is not None:
         return None
-    light = replace(question, template=replace(question.template, adapter=Adapter(LORA_RANK)))
-    best = search(predictor, light, top=1).chosen
+    adapted = replace(question, template=replace(question.template, adapter=Adapter(LORA_RANK)))
+    best = search(predictor, adapted, top=1).chosen
     if best is None:
         return None
     return (
-        f"Low-rank adapters (rank {LORA_RANK}) in place of all weights would take {format_bytes(best.memory.total)} a GPU "
+        f"Low-rank adapters (rank {LORA_RANK}) in place of all weights would take "
+        f"{format_bytes(best.memory.total)} per GPU "
         f"and run at {best.tokens_per_second:,.0f} tokens/s ({best.candidate.describe()}), "
         f"against {format_bytes(chosen.memory.total)} and "
         f"{chosen.tokens_per_second:,.0f}."
@@ -143,11 +159,12 @@ def _adapters(predictor: Predictor, question: Question, chosen: Prediction) -> s
 
 
 def _candidate(question: Question, recompute: RecomputeKind, **degrees: Any) -> Candidate:
-    """Degrees with ZeRO-1 over the ranks that are left, and micro batch 1."""
-    used = 1
+    """Build a candidate with these degrees, ZeRO-1 over the remaining ranks, and micro-batch
+    1."""
+    model_ranks = 1
     for degree in degrees.values():
-        used *= degree
-    data = question.num_gpus // used
+        model_ranks *= degree
+    data = question.num_gpus // model_ranks
     layout: Layout = replace(
         question.template.layout,
         **degrees,
@@ -175,8 +192,8 @@ def _best(predictor: Predictor, question: Question, found: Found, wanted: Callab
             return prediction
     allowed = question.allowed
     limited = replace(question, allowed=lambda candidate: wanted(candidate) and (allowed is None or allowed(candidate)))
-    others = search(predictor, limited, top=1).predictions
-    return others[0] if others else None
+    predictions = search(predictor, limited, top=1).predictions
+    return predictions[0] if predictions else None
 
 
 def _share(prediction: Prediction, part: str) -> str:

@@ -1,6 +1,7 @@
-"""What the planner needs to know of a model, worked out once per shape: kinds of layers, their products, their parameters' shares.
+"""Costs of a model that do not depend on the candidate, computed once per shape.
 
-Layers that are alike are one kind with a count, so that the cost of a 126-layer model is that of one layer.
+Kinds of layers, their matmuls, and the parameters on a rank. Equal layers form one kind with a
+count, so that a 126-layer model costs as much to evaluate as one layer.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from shardwright.layout import Layout, ParameterLayout, local_shape
 from shardwright.placement import TENSOR_CUTS, place
 
 _ORIGIN = {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0, "fsdp": 0, "ep": 0, "efsdp": 0}
-"""The rank whose pieces are never smaller than another's: `torch.chunk` leaves the remainder to the last ones."""
+"""Rank with the largest shards: `torch.chunk` leaves the smaller remainder to the last
+ranks."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix that every token (of an expert's: every token that is sent to it) is multiplied with."""
+    """A weight matrix by which every token is multiplied (for an expert: every token sent to
+    it)."""
 
     role: str
     num_in: int
     num_out: int
     cut: str
-    """`columns`, `rows`, `vocabulary`, or `residual` where tensor parallelism leaves it whole."""
+    """`columns`, `rows`, `vocabulary`, or `residual` if tensor parallelism replicates it."""
     biased: bool = False
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are alike. `index` is the first of them in the model, `slot` its place among the kinds."""
+    """Equal layers of a model. `slot` is the position among the kinds, `count` the number of
+    layers."""
 
     shape: LayerShape
     slot: int
@@ -46,8 +50,9 @@ class LayerKind:
 
 
 class Held(NamedTuple):
-    """Elements that the fullest rank holds of some parameters: `whole` is its tensor- and expert-parallel slice, `shard` what
-    ZeRO leaves of that. Of them, `expert_*` belong to experts. `matrices` are those of two dimensions or more (of `whole`)."""
+    """Elements of some parameters on the rank with the most: `whole` is its tensor- and
+    expert-parallel shard, `shard` the ZeRO shard of that. `expert_*` are the elements of
+    experts among them, `matrices` those of tensors with two or more dims (of `whole`)."""
 
     whole: float = 0.0
     shard: float = 0.0
@@ -56,41 +61,42 @@ class Held(NamedTuple):
     matrices: float = 0.0
 
     def plus(self, other: Held) -> Held:
-        """Both together."""
+        """Return the sum."""
         return Held._make(map(add, self, other))
 
     def times(self, count: float) -> Held:
-        """So many of them."""
+        """Return `count` times the elements."""
         return Held._make([elements * count for elements in self])
 
 
 @dataclass(frozen=True)
 class HeldByPart:
-    """The same for each kind of layer (of one layer), for what stands before the layers, and for what stands after them."""
+    """Elements on a rank: for one layer of each kind, for parameters before the layers, and for
+    those after them."""
 
     layers: tuple[Held, ...]
     embedding: Held
     head: Held
-    """The final norm and the head; where the head is the embedding, the norm alone."""
+    """Elements of the final norm and the head. With tied embeddings, of the norm alone."""
 
 
 class ModelFacts:
-    """A shape, with its layers sorted into kinds."""
+    """A model shape with its layers grouped into kinds."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
         counts = Counter(shape.layers)
         self.layer_shapes = tuple(counts)
         self.slot_of_layer = tuple(map({layer: slot for slot, layer in enumerate(counts)}.__getitem__, shape.layers))
-        # One layer of each kind has every parameter that the whole model has, but for the layer's number.
+        # One layer of each kind has all parameters of the model, except for the layer number.
         self.sample = replace(shape, layers=self.layer_shapes)
         self.sample_parameters = self.sample.parameters()
         self.kinds = tuple(self._kind(slot, layer, counts[layer]) for slot, layer in enumerate(counts))
         self._held: dict[tuple[int, ...], HeldByPart] = {}
         self.pipelines: dict[tuple[object, ...], object] = {}
-        """Kept by `planner.pipeline`."""
+        """Cache of `planner.pipeline`."""
         self.activations: dict[tuple[object, ...], object] = {}
-        """Kept by `planner.activations`."""
+        """Cache of `planner.activations`."""
 
     def _kind(self, slot: int, layer: LayerShape, count: int) -> LayerKind:
         specs = [spec for spec in self.sample_parameters if spec.layer == slot]
@@ -115,12 +121,12 @@ class ModelFacts:
 
     @cached_property
     def head(self) -> Product:
-        """The projection to the vocabulary."""
+        """Output projection to the vocabulary."""
         return Product("head", self.shape.hidden_size, self.shape.vocab_size, "vocabulary")
 
     @cached_property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         per_kind = [0] * len(self.kinds)
         rest = 0
         for spec in self.sample_parameters:
@@ -131,35 +137,40 @@ class ModelFacts:
         return rest + sum(kind.count * elements for kind, elements in zip(self.kinds, per_kind, strict=True))
 
     def model_flops_per_token(self, tokens: int, *, frozen: bool = False) -> float:
-        """As `ModelShape.flops_per_token` in documents of `tokens`. Frozen matrices take no gradient: 4 FLOPs an element, not 6."""
+        """Compute `ModelShape.flops_per_token` for documents of `tokens`.
+
+        Frozen matrices need no weight gradient: 4 FLOPs per element instead of 6.
+        """
         saved = 0.0
         if frozen:
             specs = self.shape.parameters()
             saved = 2.0 * matmul_parameters(specs, tied=self.shape.tied_embeddings, active_share=self.shape.active_share)
         return self._flops(tokens) - saved
 
-    @lru_cache(maxsize=64)  # noqa: B019 - one per model, and models are few
+    @lru_cache(maxsize=64)  # noqa: B019 - one cache entry per model, and there are few models
     def _flops(self, sequence_length: int) -> float:
         return self.shape.flops_per_token(sequence_length)
 
     def visible_keys(self, kind: LayerKind, tokens: int) -> float:
-        """Keys that a token of a causal document of `tokens` sees on average."""
+        """Compute the mean number of keys that a token of a causal document of `tokens` attends
+        to."""
         return mean_visible_keys(tokens, kind.shape.window)
 
     def held(self, layout: Layout) -> HeldByPart:
-        """What the fullest rank of a stage holds, by the descriptors that the engine cuts by (`placement.place`)."""
+        """Count the elements on the rank of a stage with the most, from `placement.place`."""
         key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1)
         if key not in self._held:
             self._held[key] = self._hold(layout)
         return self._held[key]
 
     def _hold(self, layout: Layout) -> HeldByPart:
-        alone = replace(layout, pp=1, dp_replicate=1)
-        placed = place(self.sample, alone)
+        single_stage = replace(layout, pp=1, dp_replicate=1)
+        layouts = place(self.sample, single_stage)
         layers = [Held() for _ in self.kinds]
-        embedding, head = Held(), Held()
+        embedding = Held()
+        head = Held()
         for spec in self.sample_parameters:
-            part = _hold_one(placed[spec.name], spec, alone)
+            part = _hold_one(layouts[spec.name], spec, single_stage)
             if spec.layer is not None:
                 layers[spec.layer] = layers[spec.layer].plus(part)
             elif spec.role in ("embedding", "positions"):
@@ -170,7 +181,8 @@ class ModelFacts:
 
 
 def _hold_one(placed: ParameterLayout, spec: ParameterSpec, layout: Layout) -> Held:
-    whole, shard = 1.0, 1.0
+    whole = 1.0
+    shard = 1.0
     for size in local_shape(placed, layout, _ORIGIN, zero=False):
         whole *= size
     for size in local_shape(placed, layout, _ORIGIN):
@@ -183,5 +195,5 @@ def _hold_one(placed: ParameterLayout, spec: ParameterSpec, layout: Layout) -> H
 
 @lru_cache(maxsize=1024)
 def facts_of(shape: ModelShape) -> ModelFacts:
-    """The facts of a shape, kept for the next question about it."""
+    """Return the cached facts of a shape."""
     return ModelFacts(shape)

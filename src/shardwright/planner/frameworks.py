@@ -1,7 +1,8 @@
-"""Trainers other than ours: what they hold per parameter, and what they take where a published row says nothing. Torch-free.
+"""Conventions of other training frameworks, and defaults where published rows are silent.
 
-Sources are the trainers' own documents and code as of the measurements: nanotron v0.5; Megatron-Core 0.8 to 0.15 under NeMo;
-Megatron-LM of 2020 and 2021; Megatron-DeepSpeed of BigScience; Composer 0.14 to 0.22 (llm-foundry); torchtitan; litgpt of 2023.
+Sources are the frameworks' documentation and code at the time of the measurements: nanotron
+v0.5; Megatron-Core 0.8 to 0.15 under NeMo; Megatron-LM of 2020 and 2021; Megatron-DeepSpeed of
+BigScience; Composer 0.14 to 0.22 (llm-foundry); torchtitan; litgpt of 2023.
 """
 
 from __future__ import annotations
@@ -19,49 +20,61 @@ from shardwright.planner.candidate import Engine
 
 @dataclass(frozen=True)
 class Framework:
-    """One trainer: its engine, and its habits where a row is silent.
+    """Conventions of one training framework, and its defaults where a row is silent.
 
-    `links` is what its published runs had between nodes, by accelerator generation, in words of the hardware catalogue.
+    `links` maps accelerator generations to the network of its published runs, by names of the
+    hardware catalogue.
     """
 
     engine: Engine
     earlier: Engine | None = None
-    """What the release held with which the earlier of its published rows were made (`_made_earlier`), without a pipeline."""
+    """Conventions of the release behind the earlier published rows (`_made_earlier`), without a
+    pipeline."""
     earlier_pipelined: Engine | None = None
-    """The same in a pipeline, whose sends keep the host from running as far ahead."""
+    """The same with a pipeline, whose sends limit how far the host runs ahead."""
     since_2025: Engine | None = None
-    """Where the releases that run on the accelerators of 2025 (H200, Blackwell) keep other things than those before."""
+    """Conventions of releases that run on the accelerators of 2025 (H200, Blackwell), if they
+    differ."""
     zero_stage: ZeroStage = 1
     copies_adapted: bool = False
-    """With adapters each rank holds the whole frozen model, unless a row says that it is sharded."""
+    """With adapters each rank replicates the frozen model, unless a row states that it is
+    sharded."""
     zero_stage_in_pipeline: ZeroStage | None = None
-    """What a stated stage 3 is under pp: torchtitan gathers once per step there and keeps parameters whole between passes."""
+    """Effective stage under pp if stage 3 is stated: torchtitan then gathers once per step and
+    does not reshard between passes."""
     recompute: RecomputeKind = "none"
     recompute_varies: bool = False
-    """Whether its published recipes choose it by the memory that is left, so that silence does not mean the habit."""
+    """True if published recipes choose recomputation by available memory, so that silence does
+    not mean the default."""
     recompute_of_quantised: RecomputeKind | None = None
-    """Where it differs for QLoRA."""
+    """Default for QLoRA, if different."""
     recompute_of_shards: RecomputeKind | None = None
-    """Where it differs on several devices: litgpt's FSDP strategy recomputes whole blocks."""
+    """Default on several devices, if different: litgpt's FSDP strategy uses full
+    recomputation."""
     flash_attention: bool = True
     interleaves: bool = False
-    """Whether its published pipelines hold several stages a rank where a row does not say."""
+    """True if published pipelines have several stages per rank when a row does not state the
+    number."""
     sequence_parallel: bool = True
     links: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 _MIXED = Engine(weight_bytes=2.0, master_bytes=4.0, casts_at_use=False, stage_rule="even")
-"""Half-precision weights beside fp32 master weights that are sharded with the optimizer's states."""
+"""Half-precision weights beside fp32 master weights that are sharded with the optimizer
+states."""
 
 _FUSED_SOFTMAX_BYTES = 13.0
-"""Megatron's kernel scales, masks and normalises at once: scores written and read, weights written, read and written by dropout
-with a byte of its mask, and read by the second product; all in half precision."""
+"""Bytes per attention score of Megatron's fused scale, mask and softmax kernel, all in half
+precision: scores written and read, weights written, read and written by dropout with a one-byte
+mask, and read by the second matmul."""
 
 _DOUBLE_QUANTISED_BYTES = 0.5 + 1.0 / 64 + 4.0 / (64 * 256)
-"""NF4 whose scales are quantised, too: 8 bits, and an fp32 one per 256 of them (arXiv 2305.14314)."""
+"""Bytes per NF4 element with quantised scales: 8 bits per scale, and an fp32 one per 256 of
+them (arXiv 2305.14314)."""
 
 _EAGER_LOGIT_BYTES = 14.0
-"""transformers' loss: logits in bf16, an fp32 copy, their log-softmax, and the gradient of that."""
+"""Bytes per logit of the loss in transformers: bf16 logits, an fp32 copy, their log-softmax,
+and its gradient."""
 
 _HUGGING_FACE = Engine(
     "huggingface",
@@ -75,14 +88,17 @@ _HUGGING_FACE = Engine(
 
 
 def _pure(engine: Engine) -> Engine:
-    """Weights, gradients and states in bf16, and no others: 8 bytes a parameter."""
+    """Return conventions with weights, gradients and states in bf16 only: 8 bytes per
+    parameter."""
     return replace(engine, weight_bytes=2.0, gradient_bytes=2.0, half_states=True, casts_at_use=False)
 
 
-# Gradients are summed in fp32 when a micro-batch's bf16 ones are whole (optim/gradient_accumulator.py). The activation of a gate is
-# kept beside gate and up; gathered inputs and gathered gradients have a buffer each, as long as the run
-# (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials (models/llama.py). A norm keeps as much
-# again as its input and output by what rows take that differ in micro batch and depth.
+# Gradients are summed in fp32 after a micro-batch's bf16 gradients are complete
+# (optim/gradient_accumulator.py). A gate's activation is saved beside gate and up. Gathered
+# inputs and gathered gradients have one persistent buffer each
+# (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials
+# (models/llama.py). A norm saves twice its input and output, estimated from rows that differ in
+# micro-batch and depth.
 _NANOTRON = replace(
     _MIXED,
     name="nanotron",
@@ -98,8 +114,8 @@ _NANOTRON = replace(
     keeps_gathered_sequence=False,
 )
 
-# Selective recomputation keeps every second product of a block, and attention's output: of a Llama's queries, values, gate and the
-# branch's result, which the compiler knows that nobody reads.
+# Selective recomputation saves every second matmul of a block, and attention's output: in a
+# Llama, queries, values, gate and the branch's result, which the compiler recognises as unused.
 _TORCHTITAN = Engine(
     "torchtitan",
     gather_bytes=2.0,
@@ -122,7 +138,8 @@ FRAMEWORKS: dict[str, Framework] = {
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": Framework(
-        # Sums in fp32 go with bf16, but NVIDIA's performance recipes turn them off (`engine_of`).
+        # Gradients are summed in fp32 with bf16, but NVIDIA's performance recipes disable that
+        # (`engine_of`).
         replace(_MIXED, name="megatron-core", gradient_bytes=4.0, reduce_bytes=4.0, whole_gradients=True, node_dispatch=True),
         recompute_varies=True,
         interleaves=True,
@@ -137,8 +154,9 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "megatron-deepspeed": Framework(
-        # The step flattens a shard's gradients and casts them to fp32 (runtime/zero/stage_1_and_2.py), in one tensor each. Its
-        # BF16_Optimizer keeps bf16 gradients beside their fp32 sums.
+        # The step flattens a shard's gradients and casts them to fp32
+        # (runtime/zero/stage_1_and_2.py), each into one tensor. Its BF16_Optimizer keeps bf16
+        # gradients beside their fp32 sums.
         replace(
             _MIXED,
             name="megatron-deepspeed",
@@ -154,11 +172,12 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "aleph": Framework(
-        # Logits: the local and the gathered ones in bf16, fp32 copy, exponentials, gradient, and that in bf16 twice again.
+        # Logits: local and gathered in bf16, an fp32 copy, exponentials, gradient, and the
+        # gradient in bf16 twice.
         replace(
             _MIXED,
             name="aleph",
-            stage_rule="weighed",  # by parameters, embedding and head among them
+            stage_rule="weighed",  # by parameters, including embedding and head
             gradient_bytes=2.0,
             reduce_bytes=2.0,
             whole_gradients=True,
@@ -175,9 +194,10 @@ FRAMEWORKS: dict[str, Framework] = {
         zero_stage=3,
     ),
     "torchtitan": Framework(
-        # Logits in bf16 and fp32, their exponentials and gradient; where the vocabulary is cut, shifted and log-softmax of them are
-        # tensors of their own. Since 2025 the compiled loss keeps two of these. Pipelines sum whole gradients in fp32 until the
-        # last micro-batch.
+        # Logits in bf16 and fp32, their exponentials and gradient. With a sharded vocabulary,
+        # the shifted logits and the log-softmax are separate tensors. Since 2025 the compiled
+        # loss stores two of these. Pipelines sum unsharded fp32 gradients until the last
+        # micro-batch.
         _TORCHTITAN,
         since_2025=replace(_TORCHTITAN, logit_bytes=5.0, cut_logit_bytes=None, gradients_apart=False),
         zero_stage=3,
@@ -200,7 +220,7 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "deepspeed": Framework(
-        # Under Hugging Face's models; what the step flattens and casts is Megatron-DeepSpeed's.
+        # Hugging Face's models; the step flattens and casts as Megatron-DeepSpeed does.
         replace(
             _MIXED,
             name="deepspeed",
@@ -216,9 +236,10 @@ FRAMEWORKS: dict[str, Framework] = {
         recompute="full",
     ),
     "huggingface": Framework(
-        # Trainer, TRL, PEFT and Accelerate: fp32 weights under autocast, whose casts live until the backward pass. RMS norms work
-        # on an fp32 copy, which is kept; so is a gate's activation. Preparing a model for QLoRA casts all that is not quantised to
-        # fp32 (peft's prepare_model_for_kbit_training).
+        # Trainer, TRL, PEFT and Accelerate: fp32 weights under autocast, whose casts live until
+        # the backward pass. RMS norms work on an fp32 copy, which is saved; so is a gate's
+        # activation. Preparing a model for QLoRA casts everything unquantised to fp32 (peft's
+        # prepare_model_for_kbit_training).
         _HUGGING_FACE,
         zero_stage=3,
         copies_adapted=True,
@@ -226,7 +247,8 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "llama-factory": Framework(
-        # Its README has 18 bytes a parameter for full tuning of 7B with mixed precision, and 8 for "pure_bf16".
+        # Its README states 18 bytes per parameter for full tuning of 7B with mixed precision,
+        # and 8 for "pure_bf16".
         replace(_HUGGING_FACE, name="llama-factory", unquantised_bytes=None),
         zero_stage=3,
         copies_adapted=True,
@@ -234,7 +256,8 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "axolotl": Framework(
-        # `bf16: true` loads weights in bf16 and trains them so; examples recompute, and keep logits of whole rows.
+        # `bf16: true` loads and trains weights in bf16. Its examples recompute, and materialise
+        # all logits.
         _pure(replace(_HUGGING_FACE, name="axolotl")),
         zero_stage=3,
         copies_adapted=True,
@@ -242,8 +265,9 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "torchtune": Framework(
-        # `dtype: bf16` holds for weights, gradients and states. The loss projects, casts and reduces an eighth of the rows at a
-        # time (LinearCrossEntropyLoss): bf16, fp32 and log-softmax of so many logits.
+        # `dtype: bf16` applies to weights, gradients and states. The loss projects, casts and
+        # reduces an eighth of the rows at a time (LinearCrossEntropyLoss): bf16, fp32 and
+        # log-softmax of those logits.
         _pure(
             Engine(
                 "torchtune",
@@ -259,13 +283,15 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "automodel": Framework(
-        # NeMo Automodel: transformers' models in bf16 under FSDP2, with kernels of its own for norms, gates and the loss.
+        # NeMo Automodel: transformers' models in bf16 under FSDP2, with its own kernels for
+        # norms, gates and the loss.
         _pure(Engine("automodel", nf4_bytes=_DOUBLE_QUANTISED_BYTES, logit_bytes=4.0)),
         zero_stage=3,
         copies_adapted=True,
     ),
     "unsloth": Framework(
-        # Kernels of its own keep no copies; the loss writes the gradient over bf16 logits; blocks' inputs wait on the host.
+        # Its own kernels save no copies, the loss overwrites bf16 logits with their gradient,
+        # and block inputs are offloaded to the host.
         replace(_HUGGING_FACE, name="unsloth", gated_tensors=3.0, norm_tensors=2.0, logit_bytes=4.0, unquantised_bytes=None),
         recompute="full",
         sequence_parallel=False,
@@ -276,7 +302,7 @@ FRAMEWORKS: dict[str, Framework] = {
         sequence_parallel=False,
     ),
     "colossalai": Framework(
-        # Gemini's gradients take the place of the weights that they are of: 14 bytes a parameter.
+        # Gemini stores gradients in the memory of their weights: 14 bytes per parameter.
         replace(_MIXED, name="colossalai", gradient_bytes=0.0, reduce_bytes=2.0, gather_bytes=2.0, logit_bytes=_EAGER_LOGIT_BYTES),
         zero_stage=3,
         recompute="full",
@@ -305,11 +331,12 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     (r"deepspeed|zero-3", "deepspeed"),
     (r"hugging ?face|transformers|\btrl\b|\bpeft\b|accelerate|q-?lora", "huggingface"),
 )
-"""Words by which a row names its trainer, the first that is found."""
+"""Patterns by which a row names its framework; the first match counts."""
 
 
 def name_framework(*texts: str) -> str | None:
-    """The trainer that one of the texts names, the first text first; None where none does.
+    """Return the framework that a text names, trying the texts in order. None if there is no
+    match.
 
     >>> name_framework("", "NVIDIA/NeMo docs"), name_framework("a table")
     ('megatron-core', None)
@@ -322,30 +349,32 @@ def name_framework(*texts: str) -> str | None:
 
 
 _PERFORMANCE_RECIPES = r"nemo(?!\S* automodel)|megatron-bridge|dgxc"
-"""Tables of NVIDIA's."""
+"""Names of NVIDIA's tables."""
 
 
 def follows_performance_recipe(*texts: str) -> bool:
-    """Whether one of the texts names NVIDIA's performance recipes (scripts/performance of NeMo and of Megatron-Bridge).
+    """Return True if a text names NVIDIA's performance recipes (scripts/performance of NeMo and
+    of Megatron-Bridge).
 
-    They set `grad_reduce_in_fp32 = False`, and adapt the fused queries, keys and values alone
+    They set `grad_reduce_in_fp32 = False`, and adapt only the fused queries, keys and values
     (`peft.target_modules = ["linear_qkv"]`).
     """
     return any(re.search(_PERFORMANCE_RECIPES, text.lower()) for text in texts)
 
 
 _FIRST_ZERO_3 = r"2104\.04473|megatron-lm"
-"""The paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor after the other; later ones gather a bucket at
-once."""
+"""Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
+releases gather a bucket at a time."""
 
 
 def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, accelerator: Accelerator) -> Engine:
-    """How the row's trainer keeps things: its release's habits, and what the row's notes say of them."""
-    recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
-    special = (framework.since_2025 if recent else None) or (
+    """Return the conventions of a row's framework: those of its release, changed by the row's
+    notes."""
+    is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
+    release_engine = (framework.since_2025 if is_recent else None) or (
         (framework.earlier if layout.pp == 1 else framework.earlier_pipelined) if _made_earlier(layout) else None
     )
-    engine = special or framework.engine
+    engine = release_engine or framework.engine
     if engine.name == "huggingface" and re.search(r"(?i)zero|deepspeed|\bds", row["notes.sharding"]):
         engine = FRAMEWORKS["deepspeed"].engine
     if row["notes.half_weights"] and engine.weight_bytes is None:
@@ -353,22 +382,24 @@ def engine_of(row: Mapping[str, str], framework: Framework, layout: Layout, acce
     if row["notes.mixed_precision"] == "PURE":
         engine = replace(engine, reduce_bytes=2.0)
     if "RMS kernel" in row["notes.kernel"]:
-        engine = replace(engine, norm_tensors=2.0)  # one fused kernel keeps its input and its output
+        engine = replace(engine, norm_tensors=2.0)  # the fused kernel's input and output
     if engine.name == "megatron-core" and follows_performance_recipe(row["notes.framework"], row["source"]):
         engine = replace(engine, gradient_bytes=2.0, reduce_bytes=2.0)
     if engine.name == "deepspeed" and re.search(_FIRST_ZERO_3, row["source"].lower()):
         engine = replace(engine, gathers_tensors=True)
     if row["notes.gradients"] and engine.gradient_bytes:
-        beside = engine.gradient_bytes if engine.summed_apart else 0.0
-        engine = replace(engine, gradient_bytes=4.0 + beside, reduce_bytes=4.0)
+        unsummed_bytes = engine.gradient_bytes if engine.summed_apart else 0.0
+        engine = replace(engine, gradient_bytes=4.0 + unsummed_bytes, reduce_bytes=4.0)
     return engine
 
 
 def _made_earlier(layout: Layout) -> bool:
-    """Whether a row of nanotron's table was made before gathered sequences had buffers of their own.
+    """Return True if a row of nanotron's table predates the persistent buffers of gathered
+    sequences.
 
-    The table was made in two rounds: scripts/scaling_benchmarks.py leaves out what the first has, but for pipelines that are older
-    than a certain job. By the memory of its rows, pipelines of more than two stages on up to 128 GPUs were not made again, but for
-    those with tensor parallelism over four nodes, which the first round did not have.
+    The table has two rounds: scripts/scaling_benchmarks.py skips configurations of the first
+    round, except for pipelines older than a certain job. By their memory, pipelines of more
+    than two stages on up to 128 GPUs were not measured again, except for those with tensor
+    parallelism over four nodes, which the first round did not contain.
     """
     return layout.pp == 1 or (layout.pp > 2 and layout.tp <= 16 and layout.world_size <= 128)

@@ -1,7 +1,8 @@
-"""How many passes of activations each rank of a schedule keeps, by formula where the schedule has a name. Torch-free.
+"""Number of activations in flight on each rank of a pipeline schedule.
 
-A search asks this of hundreds of schedules, thousands of actions each, before it looks at any. `schedule.peak_activations` counts
-the same on the schedule itself, and a test holds the two against each other.
+Uses a formula for each schedule with a name: a search needs hundreds of schedules with
+thousands of actions each. `schedule.peak_activations` counts the same on the schedule itself,
+and a test compares the two.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from shardwright.schedule.families import FAMILIES, stages_per_rank
 
 
 def kept_passes(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None) -> tuple[int, ...]:
-    """Passes through one stage whose activations each rank keeps at once, at most.
+    """Return, per rank, the peak number of passes through one stage whose activations are
+    saved.
 
     >>> kept_passes("1f1b", 4, 8), kept_passes("zbv", 2, 6)
     ((4, 3, 2, 1), (4, 4))
     """
     if name not in FAMILIES or (name == "zbv" and num_micro_batches < 2 * num_ranks):
-        # A file's schedule; ZBV with its last micro-batches left out.
+        # A schedule from a file, or a ZBV schedule without its last micro-batches.
         return _counted(name, num_ranks, num_micro_batches, virtual_stages)
     ranks = range(num_ranks)
     if name == "gpipe":
@@ -37,7 +39,8 @@ def kept_passes(name: str, num_ranks: int, num_micro_batches: int, virtual_stage
 
 
 def _zb_h1(rank: int, num_ranks: int, num_micro_batches: int) -> int:
-    """Forwards before the first backward; then one more for each weight gradient that may wait."""
+    """Count forward passes before the first backward pass, plus one for each deferred weight
+    gradient."""
     warmup = min(num_ranks - 1 - rank, num_micro_batches)
     return warmup + min(num_micro_batches - warmup, rank + 1)
 

@@ -1,8 +1,9 @@
-"""Published rows -> what the planner predicts from: shape, candidate, cluster, trainer. Torch-free.
+"""Read published rows as planner inputs: shape, candidate, cluster, framework.
 
-A row is read through `configuration`, which keeps the configuration columns and, of `notes`, the keys of `planner.notes`.
-Everything else (throughput, times, memory, utilisation, `verification`, ids, and every other word of the notes, among them those
-that tell how a run ended) is blanked there, before anything reads it.
+`configuration` keeps the configuration columns of a row and, of `notes`, the keys of
+`planner.notes`. It removes everything else (throughput, times, memory, utilisation,
+`verification`, ids, and all other words of the notes, including those that state how a run
+ended) before any other code reads the row.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from shardwright.planner.sparse_recipes import expert_features, expert_parallel,
 from shardwright.planner.spelling import spell_number, spell_row
 
 CONFIGURATION = (
-    "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab",
-    "seq_len", "num_experts", "top_k", "gpu", "gpus", "gpus_per_node", "tp", "pp", "cp", "ep", "dp", "virtual_pp", "zero_stage",
-    "micro_batch", "global_batch", "recompute", "sequence_parallel", "precision", "flash_attention", "compile", "task",
-    "mem_metric",
+    "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads",
+    "ffn_hidden", "vocab", "seq_len", "num_experts", "top_k", "gpu", "gpus", "gpus_per_node", "tp",
+    "pp", "cp", "ep", "dp", "virtual_pp", "zero_stage", "micro_batch", "global_batch", "recompute",
+    "sequence_parallel", "precision", "flash_attention", "compile", "task", "mem_metric",
 )  # fmt: skip
-"""Columns that are read. `source` names the trainer and its release only, and `mem_metric` which of a prediction's totals is
-written down."""
+"""Columns that are read. `source` only names the framework and its release, and `mem_metric`
+the total that the row reports."""
 
 MemoryMetric = Literal["allocated", "reserved", "device"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row in the planner's terms. `micro_batch_stated` False: the planner picks the fastest that fits. `recompute_stated`
-    False: the candidate's is its trainer's habit."""
+    """One published row as planner inputs. If `micro_batch_stated` is False, the planner picks
+    the fastest micro-batch that fits. If `recompute_stated` is False, the candidate has the
+    framework's default."""
 
     id: str
     source: str
@@ -56,38 +58,41 @@ class Case:
     micro_batch_stated: bool = True
     recompute_stated: bool = True
     first_rank: bool = False
-    """Whether the memory is that of the rank that writes the log, the first one, rather than the fullest's."""
+    """True if the memory is that of the logging rank, the first one, instead of the rank with
+    the most."""
     features: tuple[str, ...] = ()
-    """Kernels and settings that have efficiencies of their own, in words of `efficiencies.yaml`."""
+    """Kernels and settings with efficiencies of their own, as named in `efficiencies.yaml`."""
 
 
 def configuration(row: Mapping[str, str]) -> dict[str, str]:
-    """The row without what came of it: configuration columns as they are, notes reduced to their keys, all else gone.
+    """Return the row without its results: configuration columns and the keys of its notes.
 
-    >>> configuration({"gpu": "H100", "notes": "OOM; kernel=torch; great", "step_time_s": "3"})["notes.kernel"]
+    >>> row = {"gpu": "H100", "notes": "OOM; kernel=torch; great", "step_time_s": "3"}
+    >>> configuration(row)["notes.kernel"]
     'torch'
     """
-    kept = {name: (row.get(name) or "").strip() for name in CONFIGURATION}
+    columns = {name: (row.get(name) or "").strip() for name in CONFIGURATION}
     notes = row.get("notes") or ""
-    kept |= {f"notes.{key}": value for key, value in read_notes(notes).items()}
-    if not kept["notes.release"] and (found := re.search(r"dgxc-benchmarking@v(2\d\.\d\d)", kept["source"])):
-        kept["notes.release"] = found[1]
-    return fill_from_notes(spell_row(kept | read_columns(kept)))
+    columns |= {f"notes.{key}": value for key, value in read_notes(notes).items()}
+    if not columns["notes.release"] and (match := re.search(r"dgxc-benchmarking@v(2\d\.\d\d)", columns["source"])):
+        columns["notes.release"] = match[1]
+    return fill_from_notes(spell_row(columns | read_columns(columns)))
 
 
 def read_cases(path: str | Path) -> Iterator[Case]:
-    """Every row of a table of measurements as a case, in order.
+    """Yield every row of a table of measurements, in order.
 
     Raises:
-        DataError: no such file, or columns missing, by name.
-        InputError: a row that names an unknown accelerator, or a model about which it says too little; with the row's id.
+        DataError: the file cannot be read, or columns are missing; names them.
+        InputError: a row names an unknown accelerator, or too few sizes of its model; includes
+            the row's id.
     """
     for row in read_rows(path):
         yield read_case(row["id"], configuration(row))
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """The table as it stands; only `configuration` of a row may reach a prediction."""
+    """Read the unfiltered table. Only `configuration` of a row may be used for a prediction."""
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
             table = csv.DictReader(file)
@@ -98,7 +103,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
     missing = [name for name in ("id", "model_name", "gpu", "gpus") if name not in columns]
     if missing:
         raise DataError(
-            "this is no table of measurements",
+            "not a table of measurements",
             field="--measurements",
             got=f"no column {', '.join(missing)}",
             allowed=f"columns {', '.join(CONFIGURATION)}",
@@ -107,20 +112,22 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def read_case(name: str, row: Mapping[str, str]) -> Case:
-    """One row, already reduced to its configuration, in the planner's terms.
+    """Convert a row, already reduced to its configuration, into planner inputs.
 
     Raises:
-        InputError: an accelerator, a precision, a model or a task that is not predicted, by name.
+        InputError: an accelerator, precision, model or task that is not supported; names it.
     """
     if row["task"] == "rollouts":
         raise InputError("steps that also generate text are not predicted", field="measurements.task", got=row["task"])
-    named = name_framework(row["notes.framework"], row["source_group"], row["source"])
-    trainer = named or _likely_framework(row)
-    if trainer == "megatron-lm" and "Hopper" in find_node(row["gpu"] or _UNNAMED).accelerator.generation:
-        trainer = "megatron-core"  # what Megatron-LM is built on since 2023
-    framework = FRAMEWORKS[trainer]
-    if named is None:
-        framework = replace(framework, interleaves=framework.interleaves and _waits_long(row))  # somebody's run, not a recipe
+    stated_framework = name_framework(row["notes.framework"], row["source_group"], row["source"])
+    framework_name = stated_framework or _likely_framework(row)
+    if framework_name == "megatron-lm" and "Hopper" in find_node(row["gpu"] or _UNNAMED).accelerator.generation:
+        framework_name = "megatron-core"  # what Megatron-LM is built on since 2023
+    framework = FRAMEWORKS[framework_name]
+    if stated_framework is None:
+        framework = replace(
+            framework, interleaves=framework.interleaves and _waits_long(row)
+        )  # a user's run, not a published recipe
     shape = shape_of_row(
         row,
         tied={"tied": True, "untied": False}.get(row["notes.embeddings"]),
@@ -129,38 +136,45 @@ def read_case(name: str, row: Mapping[str, str]) -> Case:
     shape = with_prediction_layer(row, shape)
     cluster = _cluster(row, framework)
     layout = _layout(row, framework, shape, cluster)
-    length = _whole(row, "seq_len") or _USUAL_LENGTH
-    if length < layout.cp:
+    sequence_length = _whole(row, "seq_len") or _USUAL_LENGTH
+    if sequence_length < layout.cp:
         raise InputError(
-            "a row has fewer tokens than ranks share it", field="measurements.seq_len", got=length, allowed=f"{layout.cp}, cp"
+            "the row has fewer tokens than context-parallel ranks",
+            field="measurements.seq_len",
+            got=sequence_length,
+            allowed=f"at least {layout.cp} (cp)",
         )
     if framework.engine.stage_rule != "running_sum":
         shape = _fill_stages(shape, layout)
-    local = _whole(row, "notes.local_batch")
-    micro = _whole(row, "micro_batch") or (max(1, local // layout.pp) if local else None)  # torchtitan: as many parts as stages
+    local_batch = _whole(row, "notes.local_batch")
+    micro_batch = _whole(row, "micro_batch") or (
+        max(1, local_batch // layout.pp) if local_batch else None
+    )  # torchtitan: one micro-batch per stage
     return Case(
         id=name,
         source=row["source_group"],
-        framework=trainer,
+        framework=framework_name,
         shape=shape,
-        candidate=_candidate(row, framework, layout, micro or 1, _recompute(row, framework)),
+        candidate=_candidate(row, framework, layout, micro_batch or 1, _recompute(row, framework)),
         cluster=cluster,
         metric=_metric(row["mem_metric"]),
         first_rank="logging rank" in row["mem_metric"],
-        micro_batch_stated=micro is not None,
+        micro_batch_stated=micro_batch is not None,
         recompute_stated=row["recompute"] in ("none", "selective", "full") or not framework.recompute_varies,
-        features=(*_trainer_on(trainer, cluster), *_features(row, shape)),
+        features=(*_trainer_on(framework_name, cluster), *_features(row, shape)),
     )
 
 
 def _fill_stages(shape: ModelShape, layout: Layout) -> ModelShape:
-    """The shape with a layer for every stage: empty ones would go at the full ones' pace all the same."""
+    """Return the shape with at least one layer per stage. An empty stage would run at the pace
+    of the others."""
     missing = layout.pp * (layout.virtual_stages or 1) - shape.num_layers
     return shape if missing <= 0 else replace(shape, layers=shape.layers + shape.layers[-1:] * missing)
 
 
 def _likely_framework(row: Mapping[str, str]) -> str:
-    """Of a row that names no trainer: Megatron where the model is cut, Hugging Face's where it is fine-tuned, else PyTorch's."""
+    """Guess the framework of a row that names none: Megatron with model parallelism, Hugging
+    Face for fine-tuning, else PyTorch's."""
     if any((_whole(row, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep")):
         return "megatron-core"
     return "torchtitan" if row["task"] in ("", "pretrain") else "huggingface"
@@ -172,10 +186,10 @@ def _whole(row: Mapping[str, str], name: str) -> int | None:
 
 
 _USUAL_LENGTH = 2048
-"""Tokens of a row where it does not say."""
+"""Tokens of a row if the table does not state them."""
 
 _UNNAMED = "B200"
-"""torchtitan's rows without a device say 184 GiB of memory, which is a B200's."""
+"""Device of torchtitan's rows without one: they state 184 GiB of memory, which is a B200's."""
 
 
 def _cluster(row: Mapping[str, str], framework: Framework) -> Cluster:
@@ -188,38 +202,40 @@ def _cluster(row: Mapping[str, str], framework: Framework) -> Cluster:
 
 
 def _fabric(note: str) -> str | None:
-    """A link of the catalogue from what the notes say of the network between nodes."""
+    """Return the catalogue name of the network between nodes that the notes describe."""
     if note == "EFA":
         return "efa-p5"
-    if found := re.search(r"(\d+)x(Omni-Path |)(\d+)Gbps", note):
-        return f"{found[1]}x{'opa' if found[2] else 'ib'}{found[3]}"
-    if found := re.search(r"interconnect (\d+)Gbps RoCE/node$", note):
-        return f"{int(found[1]) // 200}xroce200"
+    if match := re.search(r"(\d+)x(Omni-Path |)(\d+)Gbps", note):
+        return f"{match[1]}x{'opa' if match[2] else 'ib'}{match[3]}"
+    if match := re.search(r"interconnect (\d+)Gbps RoCE/node$", note):
+        return f"{int(match[1]) // 200}xroce200"
     return None
 
 
 def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, cluster: Cluster) -> Layout:
     tp, pp = _model_parallel(row, framework, shape, cluster)
     cp = _whole(row, "cp") or 1
-    data = max(1, cluster.num_gpus // (tp * pp * cp))
-    ep, _ = expert_parallel(row, _whole(row, "ep") or 1, tp, data * cp)
+    data_ranks = max(1, cluster.num_gpus // (tp * pp * cp))
+    ep, _ = expert_parallel(row, _whole(row, "ep") or 1, tp, data_ranks * cp)
     stated = row["zero_stage"]
-    usual = 0 if framework.copies_adapted and _adapter(row) is not None else framework.zero_stage
-    stage = int(stated) if stated in ("0", "1", "2", "3") else usual
+    default_stage = 0 if framework.copies_adapted and _adapter(row) is not None else framework.zero_stage
+    stage = int(stated) if stated in ("0", "1", "2", "3") else default_stage
     stage = 1 if stage == 0 and (ep > 1 or cp > 1) else stage
     if stage == 3 and pp > 1 and framework.zero_stage_in_pipeline is not None:
         stage = framework.zero_stage_in_pipeline
-    stage = 0 if data * cp == 1 else stage
-    virtual = _whole(row, "virtual_pp") or (2 if row["notes.schedule"] else 1)
+    stage = 0 if data_ranks * cp == 1 else stage
+    virtual_stages = _whole(row, "virtual_pp") or (2 if row["notes.schedule"] else 1)
     if framework.interleaves and not row["virtual_pp"] and pp > 1:
-        ends = 2 if shape.num_layers % pp and (shape.num_layers + 2) % pp == 0 else 0  # the first and the last count as one more
-        virtual = max(virtual, _usual_stages(shape.num_layers + ends, pp))
-    interleaved = pp > 1 and virtual > 1
+        num_end_layers = (
+            2 if shape.num_layers % pp and (shape.num_layers + 2) % pp == 0 else 0
+        )  # embedding and head count as one layer each
+        virtual_stages = max(virtual_stages, _usual_stages(shape.num_layers + num_end_layers, pp))
+    interleaved = pp > 1 and virtual_stages > 1
     sequence_parallel = {"yes": True, "no": False}.get(row["sequence_parallel"], framework.sequence_parallel)
-    replicas = _replicas(row, data, tp, cluster) if stage else data
+    replicas = _replicas(row, data_ranks, tp, cluster) if stage else data_ranks
     return Layout(
         dp_replicate=replicas,
-        dp_shard=data // replicas,
+        dp_shard=data_ranks // replicas,
         tp=tp,
         pp=pp,
         cp=cp,
@@ -227,49 +243,60 @@ def _layout(row: Mapping[str, str], framework: Framework, shape: ModelShape, clu
         zero_stage=stage,  # type: ignore[arg-type]
         sequence_parallel=sequence_parallel and tp > 1,
         schedule="interleaved_1f1b" if interleaved else "1f1b",
-        virtual_stages=virtual if interleaved else None,
+        virtual_stages=virtual_stages if interleaved else None,
     )
 
 
 def _replicas(row: Mapping[str, str], data: int, tp: int, cluster: Cluster) -> int:
-    """Copies of the model where the row shards within a node only (HSDP), else one."""
+    """Count model replicas: several if the row shards within a node only (HSDP), else one."""
     within = max(1, cluster.gpus_per_node // tp)
     return data // within if row["notes.within_node"] and data % within == 0 else 1
 
 
 def _waits_long(row: Mapping[str, str]) -> bool:
-    """Whether a plain pipeline would wait for more than a fifth of its step, which is what interleaving is for."""
+    """Return True if the bubble without interleaving would exceed a fifth of the step."""
     pp, data, total = (_whole(row, name) or 1 for name in ("pp", "dp", "global_batch"))
     return total // (data * (_whole(row, "micro_batch") or 1)) < 4 * (pp - 1)
 
 
 def _usual_stages(num_layers: int, pp: int) -> int:
-    """Stages of a rank in a recipe that interleaves: of two layers each, or of the fewest more that divide.
+    """Choose the stages per rank of an interleaved recipe: two layers each, or the smallest
+    larger number that divides.
 
     >>> _usual_stages(96, 8), _usual_stages(80, 4), _usual_stages(61, 4)
     (6, 10, 1)
     """
-    each, rest = divmod(num_layers, pp)
-    return 1 if rest or each < 2 else each // next(n for n in range(2, each + 1) if each % n == 0)
+    layers_per_rank, rest = divmod(num_layers, pp)
+    return (
+        1
+        if rest or layers_per_rank < 2
+        else layers_per_rank // next(n for n in range(2, layers_per_rank + 1) if layers_per_rank % n == 0)
+    )
 
 
 _HELD_BYTES = 6.0
-"""Per parameter, between steps: a weight in half precision, and its gradient's sum in fp32."""
+"""Bytes per parameter between steps: a half-precision weight, and its gradient's fp32 sum."""
 
 
 def _model_parallel(row: Mapping[str, str], framework: Framework, shape: ModelShape, cluster: Cluster) -> tuple[int, int]:
-    """Tensor and pipeline degrees; where only their product or the data degree is stated, tensor first, within a node.
+    """Return tensor and pipeline degrees. If only their product or the data degree is stated,
+    prefer tensor parallelism within a node.
 
-    Where nothing is stated, one of each if the trainer shards parameters or trains adapters, else the least product that leaves
-    weights, gradients and their sums half of the memory.
+    If nothing is stated: one of each if the framework shards parameters or trains adapters,
+    otherwise the smallest product for which weights, gradients and their sums take at most half
+    of the memory.
     """
     stage = row["zero_stage"] or str(framework.zero_stage)
-    sharded = stage in ("2", "3") or _adapter(row) is not None
-    tp, pp, data = _whole(row, "tp"), _whole(row, "pp"), _whole(row, "dp")
-    product = _whole(row, "notes.model_parallel") or (cluster.num_gpus // data if data else None)
-    if tp is None and pp is None and product is None and not sharded:
-        wanted = shape.num_parameters * _HELD_BYTES / (0.5 * cluster.accelerator.memory_bytes)
-        product = next((n for n in range(1, cluster.num_gpus + 1) if n >= wanted and cluster.num_gpus % n == 0), cluster.num_gpus)
+    is_sharded = stage in ("2", "3") or _adapter(row) is not None
+    tp = _whole(row, "tp")
+    pp = _whole(row, "pp")
+    data_ranks = _whole(row, "dp")
+    product = _whole(row, "notes.model_parallel") or (cluster.num_gpus // data_ranks if data_ranks else None)
+    if tp is None and pp is None and product is None and not is_sharded:
+        min_ranks = shape.num_parameters * _HELD_BYTES / (0.5 * cluster.accelerator.memory_bytes)
+        product = next(
+            (n for n in range(1, cluster.num_gpus + 1) if n >= min_ranks and cluster.num_gpus % n == 0), cluster.num_gpus
+        )
     if tp is None and pp is None and product:
         tp = max(degree for degree in (1, 2, 4, 8) if product % degree == 0)
         return tp, product // tp
@@ -288,20 +315,22 @@ def _recompute(row: Mapping[str, str], framework: Framework) -> RecomputeKind:
 
 
 _UNSAID_ROWS = 16
-"""Sequences of a rank and a step, for each stage, where a row says nothing of its batch: the largest micro batch that is tried."""
+"""Sequences per rank and step, for each stage, if a row states no batch: the largest
+micro-batch that is tried."""
 
 
 def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, micro: int, recompute: RecomputeKind) -> Candidate:
-    silent = not (row["micro_batch"] or row["notes.local_batch"] or row["notes.grad_accum"])
-    usual = _UNSAID_ROWS * layout.pp if silent else _whole(row, "notes.grad_accum") or layout.pp
-    total = _whole(row, "global_batch") or micro * layout.data_ranks * usual
+    has_no_batch = not (row["micro_batch"] or row["notes.local_batch"] or row["notes.grad_accum"])
+    default_steps = _UNSAID_ROWS * layout.pp if has_no_batch else _whole(row, "notes.grad_accum") or layout.pp
+    total = _whole(row, "global_batch") or micro * layout.data_ranks * default_steps
     steps = max(1, round(total / (micro * layout.data_ranks)))
     if layout.virtual_stages and steps % layout.pp:
-        # Interleaving wants whole rounds of micro-batches; a row that has none ran something else.
+        # Interleaving needs complete rounds of micro-batches. A row without them used another
+        # schedule.
         layout = replace(layout, schedule="1f1b", virtual_stages=None)
     engine = engine_of(row, framework, layout, find_node(row["gpu"] or _UNNAMED).accelerator)
-    _, whole = expert_parallel(row, _whole(row, "ep") or 1, layout.tp, layout.fsdp)
-    engine = replace(engine, whole_experts=whole)
+    _, has_unsharded_experts = expert_parallel(row, _whole(row, "ep") or 1, layout.tp, layout.fsdp)
+    engine = replace(engine, whole_experts=has_unsharded_experts)
     return Candidate(
         layout=layout,
         sequence_length=_whole(row, "seq_len") or _USUAL_LENGTH,
@@ -323,9 +352,10 @@ def _candidate(row: Mapping[str, str], framework: Framework, layout: Layout, mic
 
 
 def _precision(row: Mapping[str, str]) -> Precision:
-    """The row's; bf16 where it says none, fp16 on an accelerator that has no units for that."""
-    usual = "bf16" if "bf16" in find_node(row["gpu"] or _UNNAMED).accelerator.peak_flops_per_second else "fp16"
-    return row["precision"] or usual  # type: ignore[return-value]
+    """Return the row's precision. Default: bf16, or fp16 on an accelerator without bf16
+    units."""
+    default = "bf16" if "bf16" in find_node(row["gpu"] or _UNNAMED).accelerator.peak_flops_per_second else "fp16"
+    return row["precision"] or default  # type: ignore[return-value]
 
 
 _ATTENTION = {"q": "query", "k": "key", "v": "value", "o": "attention_out"}
@@ -333,12 +363,15 @@ _FEED_FORWARD = ("gate", "up", "down")
 
 
 def _adapter(row: Mapping[str, str]) -> Adapter | None:
-    """LoRA as the notes have it, else as the row's trainer has it: litgpt rank 8 on queries and values, NVIDIA's recipes rank 16 on
-    those and keys, others rank 16 on all."""
-    named = row["notes.adapter"].lower() if row["task"] != "pretrain" else ""
-    if row["task"] not in ("lora", "qlora") and not named:
+    """Return the LoRA settings of the notes, or the defaults of the row's framework.
+
+    litgpt: rank 8 on queries and values. NVIDIA's recipes: rank 16 on those and keys. Others:
+    rank 16 on all.
+    """
+    adapter_name = row["notes.adapter"].lower() if row["task"] != "pretrain" else ""
+    if row["task"] not in ("lora", "qlora") and not adapter_name:
         return None
-    quantised = row["task"] == "qlora" or named == "qlora" or bool(row["notes.quantization"])
+    quantised = row["task"] == "qlora" or adapter_name == "qlora" or bool(row["notes.quantization"])
     if row["notes.trainable"]:
         return Adapter(rank=8, roles=("query", "value"), quantised=quantised, unquantised=("query", "key", "value"))
     rank = _whole(row, "notes.rank") or 16
@@ -354,10 +387,17 @@ def _adapter(row: Mapping[str, str]) -> Adapter | None:
 
 
 def _optimizer(note: str) -> OptimizerKind:
-    """The notes' optimizer, by what it keeps of a parameter (Lion what momentum does); AdamW where they name none."""
-    word = note.lower()
-    for sign, kind in (("8", "adamw_8bit"), ("adafactor", "adafactor"), ("lion", "sgd_momentum"), ("muon", "muon"), ("sgd", "sgd")):
-        if sign in word:
+    """Return the notes' optimizer by its state per parameter (Lion's equals momentum's).
+    Default: AdamW."""
+    text = note.lower()
+    for pattern, kind in (
+        ("8", "adamw_8bit"),
+        ("adafactor", "adafactor"),
+        ("lion", "sgd_momentum"),
+        ("muon", "muon"),
+        ("sgd", "sgd"),
+    ):
+        if pattern in text:
             return kind  # type: ignore[return-value]
     return "adamw"
 
@@ -368,30 +408,33 @@ def _offload(row: Mapping[str, str]) -> Offload:
 
 
 def _reference(row: Mapping[str, str]) -> Reference:
-    """What a preference run is held to: the frozen model, or the model without its adapters."""
+    """Return the reference of preference training: a frozen model, or the model without its
+    adapters."""
     return "none" if row["task"] != "dpo" else "frozen" if _adapter(row) is None else "adapter_off"
 
 
 def _trainer_on(trainer: str, cluster: Cluster) -> tuple[str, ...]:
-    """A trainer's own kernels, and its host's pace, on these accelerators."""
+    """Name a framework's own kernels and host speed on these accelerators."""
     return f"{trainer} on {cluster.accelerator.generation}", f"{trainer} on {cluster.accelerator.name}"
 
 
 def _features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
-    named = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
-    named.append("attention_sinks" if shape.attention_sinks else "")
-    named.append("hybrid" if is_hybrid(row["model_name"]) else "")
-    named.append("latent_experts" if has_latent_experts(row["model_name"]) else "")
-    named.append("power_limited" if "power limited" in row["gpu"] else "")
-    named += expert_features(row, shape, find_node(row["gpu"] or _UNNAMED), hybrid=is_hybrid(row["model_name"]))
-    return tuple(name for name in named if name)
+    names = [row["notes.kernel"], "async_tp" if row["notes.async_tp"] else "", row["notes.scaling"].lower()]
+    names.append("attention_sinks" if shape.attention_sinks else "")
+    names.append("hybrid" if is_hybrid(row["model_name"]) else "")
+    names.append("latent_experts" if has_latent_experts(row["model_name"]) else "")
+    names.append("power_limited" if "power limited" in row["gpu"] else "")
+    names += expert_features(row, shape, find_node(row["gpu"] or _UNNAMED), hybrid=is_hybrid(row["model_name"]))
+    return tuple(name for name in names if name)
 
 
 def _metric(text: str) -> MemoryMetric:
-    """Which total a row's memory is: the allocator's live bytes, what it reserves, or what the device's monitor shows."""
+    """Return the total that a row's memory reports: live bytes, reserved bytes, or the device
+    monitor's."""
     if "nvidia-smi" in text:
         return "device"
-    # Also where a source does not say which of the two it is; NeMo's "peak_memory_usage" is torch.cuda.max_memory_reserved.
+    # Also for sources that do not state which of the two it is. NeMo's "peak_memory_usage" is
+    # torch.cuda.max_memory_reserved.
     if "reserved" in text or "torchtitan" in text or "peak_memory_usage" in text:
         return "reserved"
     return "allocated" if text else "device"

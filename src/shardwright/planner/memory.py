@@ -1,12 +1,13 @@
-"""Bytes on the fullest rank, by part, at the three moments of a step that can be its peak. Torch-free.
+"""Bytes on the rank with the most memory, by part, at the three possible peaks of a step.
 
-    loss        all activations in flight are kept; the loss has its logits, and for one group of parameters more than backward
-    needs
-    backward    activations are nearly gone, gradients are whole, buffers of the reduction are in use, the embedding gets its
-    gradient
-    update      neither activations nor gathered parameters; the optimizer's states are there in any case
+    loss      all activations in flight are saved; the loss has its logits, and one group of
+              parameters is gathered beyond what the backward pass needs
+    backward  most activations are freed, gradients are complete, reduction buffers are in use,
+              the embedding's gradient is computed
+    update    no activations or gathered parameters; optimizer states, as at all times
 
-Parts that live between steps (weights, gradients, optimizer) follow `placement.place`, the descriptor that the engine cuts by.
+Parts that persist between steps (weights, gradients, optimizer) follow the trainer's
+`placement.place`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from shardwright.planner.prediction import MemoryParts
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What one pipeline rank has to hold: layers per kind (of all its stages), the ends, and how much is in flight.
+    """Layers and activations of one pipeline rank: layers per kind (of all its stages),
+    embedding, head, and micro-batches in flight.
 
-    `in_flight` counts micro-batches whose activations the rank keeps at once, as passes through all of its layers: a rank with two
-    stages that keeps three passes through one of them has 1.5.
+    `in_flight` counts micro-batches whose activations are saved at once, in passes through all
+    layers of the rank: a rank with two stages that saves three passes through one of them has
+    1.5.
     """
 
     layers: tuple[int, ...]
@@ -45,30 +48,33 @@ class StageLoad:
 
 
 class Standing(NamedTuple):
-    """Bytes between steps, and elements that the moments of a step need."""
+    """Bytes that persist between steps, and element counts for the peaks of a step."""
 
     weights: float
     gradients: float
-    """What accumulates from micro-batch to micro-batch: whole, or sharded, as the stage has it."""
+    """Accumulated gradients of all micro-batches, unsharded or sharded according to the ZeRO
+    stage."""
     reduced: float
-    """The rank's shard of their sum, beside whole ones that it was made from."""
+    """Reduced gradient shard, beside the unsharded gradients that it is computed from."""
     fresh: float
-    """Of one micro-batch, before they are added to those."""
+    """Gradients of one micro-batch before they are accumulated."""
     updated: float
-    """What the update reads of them."""
+    """Gradients that the update reads."""
     optimizer: float
     held: Held
     trained: Held
     at_loss: float
-    """All of that beside the activations that are kept at the loss, with what sharding gathers: no micro batch, recompute or
-    schedule can save it."""
+    """Bytes at the loss without activations, but with gathered parameters: independent of
+    micro-batch, recomputation and schedule."""
 
 
 def predict_memory(
     facts: ModelFacts, candidate: Candidate, load: StageLoad, efficiency: Efficiency, standing: Standing | None = None
 ) -> MemoryParts:
-    """Bytes of one rank, by part, at its peak; `standing` where it is known already."""
-    standing, live = standing or standing_of(facts, candidate, load), _activations(facts, candidate, load)
+    """Compute the bytes of one rank, by part, at its peak. Pass `standing` if it is already
+    known."""
+    standing = standing or standing_of(facts, candidate, load)
+    live = _activations(facts, candidate, load)
     moments = (
         _at_loss(facts, candidate, load, standing, live),
         _at_backward(facts, candidate, load, standing, live),
@@ -81,28 +87,32 @@ def predict_memory(
 
 
 _REUSED = 0.1
-"""Of what a micro-batch's activations leave, what its gradients find room in: blocks are of other sizes, and in use meanwhile."""
+"""Share of the memory of freed activations that a micro-batch's gradients can reuse: blocks
+have other sizes, and are partly in use."""
 
 
 def _apart(candidate: Candidate, standing: Standing, live: _Live, peak: MemoryParts) -> float:
-    """Bytes that the allocator asks for after the peak, because nothing that was let go of is large enough, or of that stream."""
-    engine, trained = candidate.engine, standing.trained
+    """Compute bytes allocated after the peak because no freed block is large enough or belongs
+    to that stream."""
+    engine = candidate.engine
+    trained = standing.trained
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
-    later = max(0.0, standing.gradients - peak.gradients) if engine.gradients_apart and sharded else 0.0
+    late_shards = max(0.0, standing.gradients - peak.gradients) if engine.gradients_apart and sharded else 0.0
     fresh = max(0.0, standing.gradients + standing.fresh - peak.gradients) if standing.fresh else 0.0
     if fresh:
         fresh *= fresh / (fresh + _REUSED * live.per_pass)
-    copied = engine.update_bytes * (trained.shard if candidate.layout.zero_stage else trained.whole)
-    return later + fresh + max(0.0, copied - peak.logits)  # logits leave blocks as large
+    update_copies = engine.update_bytes * (trained.shard if candidate.layout.zero_stage else trained.whole)
+    # The freed logits leave blocks of the copies' size.
+    return late_shards + fresh + max(0.0, update_copies - peak.logits)
 
 
 def updated_gradients(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Bytes of gradients that a step's backward passes leave for the update."""
+    """Compute the bytes of gradients that the update reads."""
     return standing_of(facts, candidate, load).updated
 
 
 def least_activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Bytes that one pass through a rank's layers keeps."""
+    """Compute the activation bytes of one pass through a rank's layers."""
     return sum(
         count * layer_activations(facts, kind, candidate).kept
         for kind, count in zip(facts.kinds, load.layers, strict=True)
@@ -117,18 +127,20 @@ def _num_groups(candidate: Candidate) -> int:
 
 
 def _sum(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Held:
-    held = facts.held(candidate.layout)
+    elements = facts.held(candidate.layout)
     total = Held()
-    for layer, count in zip(held.layers, load.layers, strict=True):
+    for layer, count in zip(elements.layers, load.layers, strict=True):
         total = total.plus(layer.times(count))
     if load.embedding or (load.head and facts.shape.tied_embeddings):
-        total = total.plus(held.embedding)
-    return total.plus(held.head) if load.head else total
+        total = total.plus(elements.embedding)
+    return total.plus(elements.head) if load.head else total
 
 
 def adapter_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Held:
-    """Elements of the low-rank matrices of a rank: A [rank, in] and B [out, rank]; each is cut where the matrix itself is."""
-    adapter, layout = candidate.adapter, candidate.layout
+    """Count the elements of a rank's low-rank matrices A [rank, in] and B [out, rank], sharded
+    like their matrix."""
+    adapter = candidate.adapter
+    layout = candidate.layout
     assert adapter is not None
     total = Held()
     for kind, count in zip(facts.kinds, load.layers, strict=True):
@@ -139,26 +151,30 @@ def adapter_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -
             num_out = product.num_out / (layout.tp if product.cut == "columns" else 1)
             shards = layout.fsdp if layout.zero_stage >= 1 else 1
             shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
-            stacked = facts.shape.experts.num_experts / layout.ep if facts.shape.experts and product in kind.expert_products else 1
-            total = total.plus(Held(adapter.rank * (num_in + num_out), shard).times(count * stacked))
+            num_matrices = (
+                facts.shape.experts.num_experts / layout.ep if facts.shape.experts and product in kind.expert_products else 1
+            )
+            total = total.plus(Held(adapter.rank * (num_in + num_out), shard).times(count * num_matrices))
     return total
 
 
 def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Standing:
-    """What a rank holds between steps."""
-    engine, stage, layout = candidate.engine, candidate.layout.zero_stage, candidate.layout
-    held = _sum(facts, candidate, load)
+    """Compute the memory of a rank that persists between steps."""
+    engine = candidate.engine
+    stage = candidate.layout.zero_stage
+    layout = candidate.layout
+    parameters = _sum(facts, candidate, load)
     master = candidate.master_bytes
-    trained = held if candidate.adapter is None else adapter_elements(facts, candidate, load)
-    weights = _weights(facts, candidate, load, held, trained)
+    trained = parameters if candidate.adapter is None else adapter_elements(facts, candidate, load)
+    weights = _weights(facts, candidate, load, parameters, trained)
     if candidate.reference == "frozen":
-        weights *= 2  # built, cut and held as the model is
+        weights *= 2  # the reference is sharded like the model
     gradient_bytes = engine.gradient_bytes if engine.gradient_bytes is not None else float(master)
     whole_gradients = stage == 0 or (stage == 1 and (engine.whole_gradients or candidate.gradient_accumulation_steps > 1))
     whole_gradients = whole_gradients or (stage == 2 and engine.defers_stage_2 and candidate.gradient_accumulation_steps > 1)
     gradients = (trained.whole if whole_gradients else trained.shard) * gradient_bytes
-    apart = whole_gradients and stage >= 1 and engine.weight_bytes is None
-    reduced = trained.shard * master if apart else 0.0
+    has_separate_shard = whole_gradients and stage >= 1 and engine.weight_bytes is None
+    reduced = trained.shard * master if has_separate_shard else 0.0
     updated = reduced or gradients
     state = STATE_BYTES[candidate.optimizer] * (2 if master == 8 else 1)
     if engine.half_states and candidate.optimizer != "adamw_8bit":
@@ -169,19 +185,25 @@ def standing_of(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> Sta
     if candidate.offload == "optimizer":
         optimizer = 0.0
     elif candidate.offload == "parameters":
-        weights, optimizer, gradients, reduced, updated = 0.0, 0.0, 0.0, 0.0, 0.0
+        weights = 0.0
+        optimizer = 0.0
+        gradients = 0.0
+        reduced = 0.0
+        updated = 0.0
     at_loss = weights + optimizer + _gradients_at_loss(candidate, gradients)
     fresh = trained.whole * engine.fresh_gradient_bytes
-    standing = Standing(weights, gradients, reduced, fresh, updated, optimizer, held, trained, at_loss)
+    standing = Standing(weights, gradients, reduced, fresh, updated, optimizer, parameters, trained, at_loss)
     if stage == 0 or layout.fsdp == 1:
-        return standing  # copies in the compute precision are the business of the micro-batches in flight
+        return standing  # cast copies count with the micro-batches in flight
     return standing._replace(at_loss=at_loss + _gathered(facts, candidate, load, standing, root=False))
 
 
 def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Held, trained: Held) -> float:
-    engine, layout = candidate.engine, candidate.layout
+    engine = candidate.engine
+    layout = candidate.layout
     if candidate.adapter is not None:
-        # Frozen weights are held in the compute precision; ours are FSDP2's from stage 1 on, as all parameters are.
+        # Frozen weights are in the compute precision. shardwright's are FSDP2's from stage 1
+        # on, as all parameters are.
         elements = held.shard if layout.zero_stage >= (1 if engine.weight_bytes is None else 3) else held.whole
         size = float(candidate.activation_bytes)
         frozen = elements * size
@@ -191,11 +213,11 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
             by_part = facts.held(layout)
             matrices = sum(layer.matrices * count for layer, count in zip(by_part.layers, load.layers, strict=True))
             for kind, count in zip(facts.kinds, load.layers, strict=True):
-                whole = [product for product in kind.products if product.role in candidate.adapter.unquantised]
-                matrices -= count * sum(product.num_in * product.num_out for product in whole) / layout.tp
-            matrices *= elements / held.whole if held.whole else 0.0  # a stage without layers holds nothing
-            beside = size if engine.unquantised_bytes is None else engine.unquantised_bytes
-            frozen = (elements - matrices) * beside + matrices * engine.nf4_bytes
+                unquantised = [product for product in kind.products if product.role in candidate.adapter.unquantised]
+                matrices -= count * sum(product.num_in * product.num_out for product in unquantised) / layout.tp
+            matrices *= elements / held.whole if held.whole else 0.0  # 0 without layers
+            unquantised_bytes = size if engine.unquantised_bytes is None else engine.unquantised_bytes
+            frozen = (elements - matrices) * unquantised_bytes + matrices * engine.nf4_bytes
         return frozen + (trained.shard if layout.zero_stage >= 1 else trained.whole) * candidate.master_bytes
     if engine.weight_bytes is None:
         return (held.shard if layout.zero_stage >= 1 else held.whole) * candidate.master_bytes
@@ -203,39 +225,40 @@ def _weights(facts: ModelFacts, candidate: Candidate, load: StageLoad, held: Hel
 
 
 def _gather_size(candidate: Candidate) -> float:
-    given = candidate.engine.gather_bytes
-    return float(candidate.activation_bytes) if given is None else given
+    gather_bytes = candidate.engine.gather_bytes
+    return float(candidate.activation_bytes) if gather_bytes is None else gather_bytes
 
 
 def _reduce_size(candidate: Candidate) -> float:
-    given = candidate.engine.reduce_bytes
-    return (2.0 if candidate.reduce_in_bf16 else float(candidate.master_bytes)) if given is None else given
+    reduce_bytes = candidate.engine.reduce_bytes
+    return (2.0 if candidate.reduce_in_bf16 else float(candidate.master_bytes)) if reduce_bytes is None else reduce_bytes
 
 
 def _group_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Elements of the largest group of blocks that is gathered together."""
-    held = facts.held(candidate.layout)
-    present = [layer.whole for layer, count in zip(held.layers, load.layers, strict=True) if count]
+    """Count the elements of the largest group of blocks that is gathered together."""
+    by_part = facts.held(candidate.layout)
+    present = [layer.whole for layer, count in zip(by_part.layers, load.layers, strict=True) if count]
     return max(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
 
 
 def _root_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Elements gathered with the root: embedding and head of the stage."""
-    held = facts.held(candidate.layout)
-    elements = held.embedding.whole if load.embedding or (load.head and facts.shape.tied_embeddings) else 0.0
-    return elements + (held.head.whole if load.head else 0.0)
+    """Count the elements gathered with the root module: embedding and head of the stage."""
+    by_part = facts.held(candidate.layout)
+    elements = by_part.embedding.whole if load.embedding or (load.head and facts.shape.tied_embeddings) else 0.0
+    return elements + (by_part.head.whole if load.head else 0.0)
 
 
 def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing, *, root: bool) -> float:
-    """Bytes of parameters in the compute precision that are not the weights themselves."""
-    layout, size = candidate.layout, _gather_size(candidate)
+    """Compute the bytes of gathered or cast parameters in the compute precision."""
+    layout = candidate.layout
+    size = _gather_size(candidate)
     if candidate.adapter is not None and candidate.adapter.quantised and layout.zero_stage < 3:
-        # A quantised matrix is opened for its product: one at a time.
+        # A quantised matrix is dequantised for its matmul, one at a time.
         return max((p.num_in * p.num_out / layout.tp for k in facts.kinds for p in k.products), default=0.0) * size
     sharded = layout.zero_stage >= 1 and layout.fsdp > 1
     if layout.zero_stage == 3 and sharded:
-        ahead = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
-        groups = min(1 + ahead, -(-sum(load.layers) // layout.wrap_blocks) or 1)
+        num_prefetched = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
+        groups = min(1 + num_prefetched, -(-sum(load.layers) // layout.wrap_blocks) or 1)
         return groups * _group_elements(facts, candidate, load) * size + (
             _root_elements(facts, candidate, load) * size if root else 0
         )
@@ -245,8 +268,9 @@ def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing
         return standing.held.whole * size
     if not candidate.engine.casts_at_use or size == candidate.master_bytes or candidate.adapter is not None:
         return 0.0
-    # Casts are kept for the backward pass with the activations of the layer that made them, once per micro-batch in flight; under
-    # recompute, which makes them again, only those of one layer exist.
+    # Casts are saved for the backward pass with the activations of their layer, once per
+    # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
+    # exist.
     if candidate.recompute == "full" or (candidate.recompute == "selective" and candidate.engine.frees_in_backward):
         return _group_elements(facts, candidate, load) * size + (_root_elements(facts, candidate, load) * size if root else 0)
     layers = standing.held.matrices - _root_elements(facts, candidate, load)
@@ -254,8 +278,8 @@ def _gathered(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing
 
 
 class _Live(NamedTuple):
-    """Bytes of activations: of one pass through the rank's layers, of tables that all layers share, of messages that a pipeline
-    waits for; of the largest layer, what it keeps, what is rebuilt of it and what its gradients take."""
+    """Bytes of activations: of one pass through the rank's layers, of tables shared by all
+    layers, and of pipeline messages. Of the largest layer: saved, recomputed and gradients."""
 
     per_pass: float
     tables: float
@@ -265,58 +289,68 @@ class _Live(NamedTuple):
     gradients: float
 
     def kept(self, in_flight: float) -> float:
-        """By so many passes."""
+        """Compute the saved bytes of `in_flight` passes."""
         return in_flight * self.per_pass + self.tables * max(1.0, in_flight) + self.messages
 
 
 def _activations(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _Live:
-    kept = largest = rebuilt = gradients = 0.0
+    saved = largest = recomputed = gradients = 0.0
     for kind, count in zip(facts.kinds, load.layers, strict=True):
         if count:
             layer = layer_activations(facts, kind, candidate)
             share = 1.0 if candidate.fp4_layers is None else min(1.0, candidate.fp4_layers / facts.shape.num_layers)
-            whole = layer if share == 1.0 else layer_activations(facts, kind, replace(candidate, precision="bf16", fp4_layers=None))
-            kept += (share * layer.kept + (1.0 - share) * whole.kept) * count
+            bf16_layer = (
+                layer if share == 1.0 else layer_activations(facts, kind, replace(candidate, precision="bf16", fp4_layers=None))
+            )
+            saved += (share * layer.kept + (1.0 - share) * bf16_layer.kept) * count
             largest = max(largest, layer.kept)
             if not candidate.engine.frees_in_backward:
-                rebuilt, gradients = max(rebuilt, layer.rebuilt), max(gradients, layer.gradients)
-            elif layer.rebuilt + layer.gradients > rebuilt + gradients:
-                rebuilt, gradients = layer.rebuilt, layer.gradients
-    at_start, at_end = stage_ends(facts, candidate)
-    ends = (at_start if load.embedding else 0.0) + (at_end if load.head else 0.0)
+                recomputed = max(recomputed, layer.rebuilt)
+                gradients = max(gradients, layer.gradients)
+            elif layer.rebuilt + layer.gradients > recomputed + gradients:
+                recomputed = layer.rebuilt
+                gradients = layer.gradients
+    embedding_bytes, head_bytes = stage_ends(facts, candidate)
+    ends = (embedding_bytes if load.embedding else 0.0) + (head_bytes if load.head else 0.0)
     messages = 0.0
     if candidate.layout.pp > 1:
-        # A stage's output is kept until its gradient comes back; a receive is posted before it is needed.
+        # A stage's output is saved until its gradient arrives. A receive is posted before it is
+        # needed.
         message = residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
         ends += (load.num_stages - load.head) * message
         messages = load.num_stages * message
     if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
         gathered = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
         messages += (candidate.engine.sequence_buffers + candidate.engine.waiting_sequences) * gathered
-    return _Live(kept + ends, shared_tables(facts, candidate), messages, largest, rebuilt, gradients)
+    return _Live(saved + ends, shared_tables(facts, candidate), messages, largest, recomputed, gradients)
 
 
 def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing, live: _Live) -> MemoryParts:
-    """The loss with its logits, the first layer of the backward pass, or the first reduction, when that layer's are gone."""
+    """Return the largest of: the loss with its logits, the first layer of the backward pass,
+    and the first reduction after it."""
     layout = candidate.layout
-    kept = live.kept(load.in_flight)
-    logits, left = head_logits(facts, candidate) if load.head else (0.0, 0.0)
+    saved = live.kept(load.in_flight)
+    logits, remaining = head_logits(facts, candidate) if load.head else (0.0, 0.0)
     gradients = _gradients_at_loss(candidate, standing.gradients)
-    moments = [(kept, logits, load.head, 0.0), (kept + live.rebuilt + live.gradients, left, False, 0.0)]
+    moments = [(saved, logits, load.head, 0.0), (saved + live.rebuilt + live.gradients, remaining, False, 0.0)]
     if load.head and not candidate.fused_norms:
-        # The last norm's gradient, before any layer has let go of anything; the norm's output and its gradient.
+        # The last norm's gradient, before any layer has freed activations; the norm's output
+        # and its gradient.
         stream = residual_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
-        spelled = facts.shape.norm != "layer"
-        moments.append((kept + stream + norm_gradient(stream, candidate.activation_bytes, fused=not spelled), left, False, 0.0))
+        is_unfused = facts.shape.norm != "layer"
+        moments.append(
+            (saved + stream + norm_gradient(stream, candidate.activation_bytes, fused=not is_unfused), remaining, False, 0.0)
+        )
     reduction = _reduction(candidate, _group_elements(facts, candidate, load))
     if reduction:
-        reduced = min(layout.wrap_blocks, sum(load.layers))
-        others = kept - reduced * live.largest
-        moments.append((others, left, False, reduction))
-        # Beside the next group's backward pass, which under recompute makes more than the last one has let go.
-        summed = _in_flight(candidate, _group_elements(facts, candidate, load))
-        moments.append((others + live.rebuilt + live.gradients, left, False, summed))
-    found = [
+        num_reduced = min(layout.wrap_blocks, sum(load.layers))
+        other_layers = saved - num_reduced * live.largest
+        moments.append((other_layers, remaining, False, reduction))
+        # Beside the next group's backward pass, which under recomputation allocates more than
+        # the last one has freed.
+        in_reduction = _in_flight(candidate, _group_elements(facts, candidate, load))
+        moments.append((other_layers + live.rebuilt + live.gradients, remaining, False, in_reduction))
+    peaks = [
         MemoryParts(
             weights=standing.weights,
             optimizer=standing.optimizer,
@@ -328,24 +362,27 @@ def _at_loss(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing:
         )
         for activations, at_head, root, workspaces in moments
     ]
-    return max(found, key=lambda parts: parts.total)
+    return max(peaks, key=lambda parts: parts.total)
 
 
 def _gradients_at_loss(candidate: Candidate, gradients: float) -> float:
-    """Those of earlier micro-batches, and buffers that live as long as the run."""
-    several, buckets = candidate.gradient_accumulation_steps > 1, _has_buckets(candidate)
-    if several and buckets and candidate.engine.weight_bytes is None:
-        return 2.0 * gradients  # DDP sums the earlier micro-batches outside of its buckets
-    return gradients if several or buckets or candidate.engine.whole_gradients else 0.0
+    """Compute gradient bytes of earlier micro-batches, and of buffers that persist for the
+    whole run."""
+    is_accumulated = candidate.gradient_accumulation_steps > 1
+    has_buckets = _has_buckets(candidate)
+    if is_accumulated and has_buckets and candidate.engine.weight_bytes is None:
+        return 2.0 * gradients  # DDP accumulates earlier micro-batches outside its buckets
+    return gradients if is_accumulated or has_buckets or candidate.engine.whole_gradients else 0.0
 
 
 def _has_buckets(candidate: Candidate) -> bool:
-    """Whether gradients lie in buckets that live as long as the run (DDP)."""
+    """Return True if gradients are views of persistent buckets (DDP)."""
     return candidate.layout.zero_stage == 0 and candidate.layout.dp_replicate > 1
 
 
 def _reduction(candidate: Candidate, elements: float) -> float:
-    """Bytes of gradients on their way: a group's own in the compute precision, and its copy in the reduction's."""
+    """Compute bytes of a group's gradients in reduction: in the compute precision, and a copy
+    in the reduction's precision."""
     layout = candidate.layout
     if candidate.adapter is not None:
         return 0.0
@@ -357,20 +394,23 @@ def _reduction(candidate: Candidate, elements: float) -> float:
 
 
 def _in_flight(candidate: Candidate, elements: float) -> float:
-    """Bytes of a group's gradients that are being summed, their own copy gone."""
+    """Compute bytes of a group's gradients during the reduction, after their original is
+    freed."""
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1 and candidate.adapter is None
     return elements * _reduce_size(candidate) if sharded else _reduction(candidate, elements)
 
 
 def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing, live: _Live) -> MemoryParts:
-    """The end of the last backward pass of the steady state: one pass less in flight, the embedding's gradient being made."""
-    kept = live.kept(max(0.0, load.in_flight - 1.0))
+    """Return memory at the end of the last steady-state backward pass: one pass less in flight,
+    the embedding's gradient in progress."""
+    saved = live.kept(max(0.0, load.in_flight - 1.0))
     sharded = candidate.layout.zero_stage >= 1 and candidate.layout.fsdp > 1
-    # The group before is still being summed while this layer runs backward; its own gradients come as its activations go.
+    # The previous group is still being reduced during this layer's backward pass. Its own
+    # gradients are allocated as its activations are freed.
     workspaces = _in_flight(candidate, _group_elements(facts, candidate, load))
     workspaces = max(workspaces, _reduction(candidate, _root_elements(facts, candidate, load)) - live.largest)
     if not sharded and candidate.adapter is None and candidate.gradient_accumulation_steps > 1 and load.embedding:
-        # What is added to a gradient that is there already is made first.
+        # A gradient that is added to an existing one is allocated first.
         workspaces += facts.held(candidate.layout).embedding.whole * candidate.master_bytes
     gradients = standing.gradients + standing.reduced + standing.fresh
     if candidate.engine.frees_in_backward and candidate.adapter is None and load.embedding:
@@ -379,18 +419,21 @@ def _at_backward(facts: ModelFacts, candidate: Candidate, load: StageLoad, stand
         weights=standing.weights,
         optimizer=standing.optimizer,
         gradients=gradients,
-        activations=kept + live.rebuilt + live.gradients + live.largest,
+        activations=saved + live.rebuilt + live.gradients + live.largest,
         gathered=_gathered(facts, candidate, load, standing, root=False),
         workspaces=workspaces,
     )
 
 
 def _yet_to_come(facts: ModelFacts, candidate: Candidate, load: StageLoad, standing: Standing) -> float:
-    """Bytes of gradients that are not there yet when the first layer's backward pass is at its widest: the layer's own and the
-    embedding's. Those of earlier micro-batches, and buckets, are there all along."""
+    """Compute gradient bytes not yet allocated at the peak of the first layer's backward pass:
+    its own and the embedding's.
+
+    Zero if gradients of earlier micro-batches or buckets exist already.
+    """
     if _gradients_at_loss(candidate, standing.gradients) or not standing.trained.whole:
         return 0.0
-    held = facts.held(candidate.layout)
-    later = _group_elements(facts, candidate, load)
-    later += 0.0 if facts.shape.tied_embeddings else held.embedding.whole
-    return standing.gradients * min(1.0, later / standing.trained.whole)
+    by_part = facts.held(candidate.layout)
+    pending = _group_elements(facts, candidate, load)
+    pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.whole
+    return standing.gradients * min(1.0, pending / standing.trained.whole)

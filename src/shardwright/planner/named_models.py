@@ -1,9 +1,10 @@
-"""Shapes for published rows: what a table says of a model in columns, and what its name says beyond them. Torch-free.
+"""Model shapes of published rows, from their columns and model names.
 
-A table of measurements gives sizes (layers, widths, heads, vocabulary) and a name. Whether the feed-forward is gated, embeddings
-are tied, or positions learned follows from the name's family; models with parts that columns cannot say (latent attention,
-alternating layers) stand here whole, with the numbers of their public config.json. Sizes that a table leaves out are those of the
-named model (`named_sizes.yaml`), as long as none that it states says otherwise.
+A table of measurements gives sizes (layers, widths, heads, vocabulary) and a name. The name's
+family determines whether the feed-forward is gated, embeddings are tied, and positions are
+learned. Models that columns cannot describe (latent attention, alternating layers) are listed
+here with the numbers of their public config.json. Missing sizes are those of the named model
+(`named_sizes.yaml`), unless a stated size contradicts it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwright.planner.named_sizes import BILLIONS, SIZES, sizes_of_name
 
 @dataclass(frozen=True)
 class Style:
-    """What a family's name says of its blocks."""
+    """Block features that a model family implies."""
 
     gated: bool = True
     tied: bool = False
@@ -48,7 +49,7 @@ STYLES: dict[str, Style] = {
     r"command-r": Style(tied=True, layer_norm=True, parallel_residual=True),
     r"gemma": Style(tied=True),
 }
-"""By a pattern of the name, the first that matches; a name that matches none is taken as Llama's kind."""
+"""Patterns of names -> style; the first match counts. Other names are treated as Llama."""
 
 _QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -176,19 +177,22 @@ PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 202048,
     },
 }
-"""config.json of models whose columns would not say enough; Llama 4 in the words of qwen3_moe, its shared experts added below."""
+"""config.json of models that columns cannot describe. Llama 4 is expressed as qwen3_moe; its
+shared experts are added below."""
 
 SHARED_WIDTHS = {r"llama-?4": 8192}
-"""Width of shared experts that a config above has no word for."""
+"""Width of shared experts that a config above has no key for."""
 
 
 @dataclass(frozen=True)
 class _StandIn:
-    """A hybrid (Mamba-2 and experts) in terms of layers that are planned for: as many parameters, products and bytes of experts.
+    """Substitute for a hybrid model (Mamba-2 and experts), made of supported layers: the same
+    number of parameters, matmuls and expert bytes.
 
-    A pair of one Mamba-2 and one sparse layer becomes one layer whose attention sees a chunk of 256 tokens and has as many
-    parameters as the Mamba-2 layer's projections; experts without a gate become gated ones of two thirds of the width. What is
-    not counted: the scan itself. Numbers: NVIDIA Nemotron 3 technical reports and config.json, 2025-12 to 2026-06.
+    A pair of one Mamba-2 and one sparse layer becomes one layer whose attention has a window of
+    256 tokens and as many parameters as the Mamba-2 layer's projections. Experts without a gate
+    become gated ones of two thirds of the width. The scan itself is not counted. Numbers:
+    NVIDIA Nemotron 3 technical reports and config.json, 2025-12 to 2026-06.
     """
 
     pairs: int
@@ -211,25 +215,28 @@ _HYBRIDS = {
 
 
 def has_latent_experts(name: str) -> bool:
-    """Whether experts take in and send a quarter of the model's width (LatentMoE of Nemotron 3 Super and Ultra)."""
+    """Return True if experts use a quarter of the model's width as input and output (LatentMoE
+    of Nemotron 3 Super and Ultra)."""
     return re.search(r"nemotron_?-?3_?-?(super|ultra)", name.lower()) is not None
 
 
 def is_hybrid(name: str) -> bool:
-    """Whether a stand-in is planned for: what its mixers reach of an attention kernel's pace is theirs."""
+    """Return True for models planned with a `_StandIn`, whose mixers have their own fitted
+    attention efficiency."""
     return any(re.search(pattern, name.lower()) for pattern in _HYBRIDS)
 
 
 def shape_of_row(row: Mapping[str, str], *, tied: bool | None = None, expert_width: int | None = None) -> ModelShape:
-    """The shape of a row's model: by name where the name is known, else by its columns.
+    """Return the shape of a row's model: by name if the name is known, else from its columns.
 
     Args:
-        row: columns model_name, layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len, num_experts, top_k, params_b.
-        tied: what the row's notes say of the embeddings; None follows the name.
-        expert_width: what they say of an expert's width; None takes ffn_hidden's for models with experts.
+        row: columns model_name, layers, hidden, heads, kv_heads, ffn_hidden, vocab, seq_len,
+            num_experts, top_k, params_b.
+        tied: embeddings as stated in the row's notes; None follows the name.
+        expert_width: expert width as stated in the row's notes; None uses ffn_hidden.
 
     Raises:
-        ArchitectureError: neither the name nor the columns say enough.
+        ArchitectureError: name and columns do not determine the shape.
     """
     name = re.sub(r"[\s_/]+", "-", row["model_name"].lower())
     for pattern in PUBLIC_CONFIGS:
@@ -252,24 +259,28 @@ def _read_public(pattern: str) -> ModelShape:
 
 
 def _agrees(row: Mapping[str, str], shape: ModelShape) -> bool:
-    """Whether no width that the row states, and no size in its model's name, is another model's (`DeepSeek-V3-16B`)."""
+    """Return True if the row's width and the size in its model's name match the shape
+    (`DeepSeek-V3-16B` does not)."""
     name = row["model_name"].lower()
-    named = None if re.search(r"\d+e\b", name) else re.search(BILLIONS, name)  # `17b-128e` counts active parameters
-    near = named is None or 0.8 < float(named[1]) * 1e9 / shape.num_parameters < 1.25
-    return _integer(row, "hidden", 0) in (0, shape.hidden_size) and near
+    # `17b-128e` counts active parameters.
+    stated_size = None if re.search(r"\d+e\b", name) else re.search(BILLIONS, name)
+    is_near = stated_size is None or 0.8 < float(stated_size[1]) * 1e9 / shape.num_parameters < 1.25
+    return _integer(row, "hidden", 0) in (0, shape.hidden_size) and is_near
 
 
 def _with_depth(shape: ModelShape, layers: int) -> ModelShape:
-    """The shape with as many layers as the row states, the last kind repeated: proxies of large models have fewer."""
+    """Return the shape with as many layers as the row states, repeating the last kind:
+    scaled-down proxies have fewer layers."""
     if layers in (0, shape.num_layers):
         return shape
     return replace(shape, layers=(shape.layers + shape.layers[-2:] * layers)[:layers])
 
 
 def _contradicts(row: Mapping[str, str], sizes: Mapping[str, Any]) -> bool:
-    """Whether the row states a width, heads or experts that the named model does not have; depth and vocabulary may differ."""
-    known = dict(zip(SIZES, sizes["sizes"], strict=True)) | {"num_experts": sizes.get("experts", (0,))[0]}
-    return any(_integer(row, column, 0) not in (0, known[column]) for column in ("hidden", "heads", "num_experts"))
+    """Return True if the row's width, heads or experts differ from the named model's. Depth and
+    vocabulary may differ."""
+    named_sizes = dict(zip(SIZES, sizes["sizes"], strict=True)) | {"num_experts": sizes.get("experts", (0,))[0]}
+    return any(_integer(row, column, 0) not in (0, named_sizes[column]) for column in ("hidden", "heads", "num_experts"))
 
 
 def _with_shared_experts(name: str, shape: ModelShape) -> ModelShape:
@@ -295,7 +306,9 @@ def _hybrid(parts: _StandIn) -> ModelShape:
         experts=ExpertShape(
             parts.num_experts,
             parts.experts_per_token,
-            64 * round(parts.expert_width / 64),  # its own width fills the tiles of a product, two thirds of that need not
+            # The true width fills matmul tiles, two thirds of it may not: round to a multiple
+            # of 64.
+            64 * round(parts.expert_width / 64),
             shared_intermediate_size=64 * round(parts.shared_width / 64),
         ),
     )
@@ -304,11 +317,14 @@ def _hybrid(parts: _StandIn) -> ModelShape:
 def _from_columns(
     row: Mapping[str, str], name: str, tied: bool | None, expert_width: int | None, named: Mapping[str, Any] | None = None
 ) -> ModelShape:
-    """The shape of a row's columns; what they cannot say is the family's, or the `named` model's where that is known."""
-    style, named = style_of(name), named or {}
+    """Build the shape from a row's columns. The family, or the `named` model if known, supplies
+    the rest."""
+    style = style_of(name)
+    named = named or {}
     if tied is None and named:
         tied = named.get("tied", style.tied)
-    vocab, (layers, hidden) = _integer(row, "vocab"), _depth_and_width(row)
+    vocab = _integer(row, "vocab")
+    layers, hidden = _depth_and_width(row)
     heads = min(_integer(row, "heads", max(1, hidden // 128)), hidden)
     kv_heads = _integer(row, "kv_heads", heads)
     inner = _integer(row, "ffn_hidden", (4 if not style.gated else 3) * hidden)
@@ -340,25 +356,27 @@ def _from_columns(
         tied_embeddings=style.tied if tied is None else tied,
         experts=experts,
     )
-    stated = _stated_parameters(row)
-    return shape if tied is not None or not stated or not shape.tied_embeddings else _nearer_in_size(shape, stated)
+    num_parameters = _stated_parameters(row)
+    return shape if tied is not None or not num_parameters or not shape.tied_embeddings else _nearer_in_size(shape, num_parameters)
 
 
 def _nearer_in_size(shape: ModelShape, stated: float) -> ModelShape:
-    """The shape with a head of its own where that brings it much nearer to the stated number of parameters."""
+    """Return the shape with an untied head if that is much closer to the stated number of
+    parameters."""
     untied = replace(shape, tied_embeddings=False)
     tied_error, untied_error = (abs(each.num_parameters / stated - 1) for each in (shape, untied))
     return untied if untied_error < 0.5 * tied_error and tied_error > 0.004 else shape
 
 
 def _depth_and_width(row: Mapping[str, str]) -> tuple[int, int]:
-    """Layers and model width; of what is missing, what makes up the stated parameters at GPT-3's 128 features a layer."""
-    stated = _stated_parameters(row)
+    """Return layers and model width. Missing ones follow from the stated parameters with
+    GPT-3's 128 features per layer."""
+    num_parameters = _stated_parameters(row)
     layers = _integer(row, "layers", 0)
-    usual = (stated / 12 / layers) ** (1 / 2) if layers else (128 * stated / 12) ** (1 / 3)
-    width = _integer(row, "hidden", 128 * round(usual / 128) or None)
-    if (layers := _integer(row, "layers", round(stated / (12 * width**2)) or None)) > _MOST_LAYERS:
-        raise ArchitectureError("no model is so deep", field="measurements.layers", got=layers, allowed=f"at most {_MOST_LAYERS}")
+    default_width = (num_parameters / 12 / layers) ** (1 / 2) if layers else (128 * num_parameters / 12) ** (1 / 3)
+    width = _integer(row, "hidden", 128 * round(default_width / 128) or None)
+    if (layers := _integer(row, "layers", round(num_parameters / (12 * width**2)) or None)) > _MOST_LAYERS:
+        raise ArchitectureError("too many layers", field="measurements.layers", got=layers, allowed=f"at most {_MOST_LAYERS}")
     return layers, width
 
 
@@ -366,13 +384,14 @@ _MOST_LAYERS = 1000
 
 
 def _stated_parameters(row: Mapping[str, str]) -> float:
-    """What the row, or the model's name, says of its size (`7B`); 0 where neither does."""
-    named = re.search(BILLIONS, row["model_name"].lower())
-    return float(row.get("params_b") or (named[1] if named else 0)) * 1e9
+    """Return the number of parameters in the row or the model's name (`7B`). 0 if neither
+    states it."""
+    match = re.search(BILLIONS, row["model_name"].lower())
+    return float(row.get("params_b") or (match[1] if match else 0)) * 1e9
 
 
 def style_of(name: str) -> Style:
-    """What the family of a model's name says of its blocks.
+    """Return the block style of a model name's family.
 
     >>> style_of("gpt3-175b").gated, style_of("llama-3-8b").gated
     (False, True)
@@ -381,7 +400,7 @@ def style_of(name: str) -> Style:
 
 
 _USUAL = {"vocab": 51200}
-"""Where a table leaves a size out whose effect is small: the padded GPT-2 vocabulary."""
+"""Defaults of sizes with little effect: the padded GPT-2 vocabulary."""
 
 
 def _integer(row: Mapping[str, str], key: str, default: int | None = None) -> int:
@@ -391,10 +410,10 @@ def _integer(row: Mapping[str, str], key: str, default: int | None = None) -> in
     default = _USUAL.get(key) if default is None else default
     if default is None:
         raise ArchitectureError(
-            "neither the model's name nor this column says how large it is",
+            "neither the model's name nor this column gives its size",
             field=f"measurements.{key}",
             got=f"an empty field for {row['model_name']!r}",
             allowed="a whole number",
-            remedy="Fill in layers, hidden, heads, ffn_hidden and vocab, or name a model that the planner knows",
+            remedy="Fill in layers, hidden, heads, ffn_hidden and vocab, or name a known model",
         )
     return default

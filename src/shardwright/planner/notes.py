@@ -1,6 +1,7 @@
-"""What is read of a row's notes: settings by patterns whose first group is the value, and nothing else. Torch-free.
+"""Settings read from a row's notes by regular expressions.
 
-Notes also tell how a run ended. Of their words only those get past `read_notes` that one of the patterns names.
+Notes also state how a run ended. `read_notes` only returns text that matches one of the
+patterns.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ _IS = r"\s*(?:=|:|\s|of)\s*"
 
 NOTE_KEYS: dict[str, str] = {
     "framework": (
-        r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed|FSDP mixed_precision|MegaScale|^ZeRO-3"
-        r"|(?i:\b(?:torchtitan|torchtune|lit-?gpt|llm-foundry|composer|megatron(?:-lm|-core)?|deepspeed|unsloth|axolotl|llama-?factory"
-        r"|trl|peft|hugging ?face|transformers|accelerate|colossal-?ai|olmo-core|primus|gpt-neox|fairscale|lightning)\b))"
+        r"(nanotron|NeMo/Megatron-Core|NeMo \d|Megatron-DeepSpeed|Megatron\+DeepSpeed"
+        r"|FSDP mixed_precision|MegaScale|^ZeRO-3"
+        r"|(?i:\b(?:torchtitan|torchtune|lit-?gpt|llm-foundry|composer|megatron(?:-lm|-core)?"
+        r"|deepspeed|unsloth|axolotl|llama-?factory|trl|peft|hugging ?face|transformers"
+        r"|accelerate|colossal-?ai|olmo-core|primus|gpt-neox|fairscale|lightning)\b))"
     ),
     "kernel": r"kernel=([\w. +]+?)(?:;|$)",
     "embeddings": r"\b(tied|untied) embeddings",
     "mixed_precision": r"mixed_precision=(\w+)",
     "local_batch": r"local batch (\d+)",
     "micro_batch": (
-        r"(?i)(?:per[_ -]?(?:device|gpu)[_ -]?(?:train[_ -]?)?batch(?:[_ -]?size)?|(?:micro|device)[_ -]?batch(?:[_ -]?size)?|\bmbs"
+        r"(?i)(?:per[_ -]?(?:device|gpu)[_ -]?(?:train[_ -]?)?batch(?:[_ -]?size)?"
+        r"|(?:micro|device)[_ -]?batch(?:[_ -]?size)?|\bmbs"
         rf"|batch(?:[_ -]?size)? per (?:gpu|device)){_IS}(\d+)"
     ),
     "grad_accum": rf"(?i)(?:grad(?:ient)?[_ -]?acc(?:um\w*)?(?:[_ -]?steps?)?|\bGAS?){_IS}(\d+)",
@@ -35,21 +39,24 @@ NOTE_KEYS: dict[str, str] = {
     "schedule": r"((?i:interleaved))(?: 1F1B| schedule)",
     "selective": r"(op-level SAC|selective op AC|selective layer AC|selective AC)",
     "checkpointing": (
-        r"(?i)((?:no |without |w/o |full |selective )?(?:gradient|activation|grad)[_ -]?(?:checkpointing|checkpoints?|ckpt"
-        r"|recompute|recomputation)\b(?!\s+(?:settings?|not|un))(?:\s*[=:]\s*|\s+(?=(?:on|off|true|false|none|full|selective)\b))?(?:on|off|true|false|none|full|selective)?)"
+        r"(?i)((?:no |without |w/o |full |selective )?(?:gradient|activation|grad)"
+        r"[_ -]?(?:checkpointing|checkpoints?|ckpt|recompute|recomputation)\b"
+        r"(?!\s+(?:settings?|not|un))"
+        r"(?:\s*[=:]\s*|\s+(?=(?:on|off|true|false|none|full|selective)\b))?"
+        r"(?:on|off|true|false|none|full|selective)?)"
     ),
     "attention": (
-        r"(?i)((?:no |without |w/o )?(?:flash[_ -]?att\w*(?:[ -]?[123])?|\bFA[- ]?[23]\b|\bsdpa\b|xformers"
-        r"|memory[- ]efficient attention)|eager attention)"
+        r"(?i)((?:no |without |w/o )?(?:flash[_ -]?att\w*(?:[ -]?[123])?|\bFA[- ]?[23]\b"
+        r"|\bsdpa\b|xformers|memory[- ]efficient attention)|eager attention)"
     ),
     "sharding": (
-        r"(?i)\b(ZeRO[- ]?(?:stage[- ]?)?[0-3]|(?:DeepSpeed|DS)[- ]?(?:stage|Z)[- ]?[0-3]|FULL_SHARD|SHARD_GRAD_OP|NO_SHARD"
-        r"|HYBRID_SHARD|HSDP|FSDP2?|DDP)\b"
+        r"(?i)\b(ZeRO[- ]?(?:stage[- ]?)?[0-3]|(?:DeepSpeed|DS)[- ]?(?:stage|Z)[- ]?[0-3]"
+        r"|FULL_SHARD|SHARD_GRAD_OP|NO_SHARD|HYBRID_SHARD|HSDP|FSDP2?|DDP)\b"
     ),
     "within_node": r"(?i)\b(HSDP|HYBRID[_ ]SHARD\w*|hybrid shard\w*|MiCS|hpZ)\b",
     "optimizer": (
-        r"(?i)\b((?:paged[_ ]?)?adamw?[_ -]?8[_ -]?bit|8[- ]?bit[ _-]?(?:adamw?|optimi[sz]er)|adafactor|lion|muon|sgd"
-        r"|(?:paged[_ ]?)?\w*adamw?\w*)\b"
+        r"(?i)\b((?:paged[_ ]?)?adamw?[_ -]?8[_ -]?bit|8[- ]?bit[ _-]?(?:adamw?|optimi[sz]er)"
+        r"|adafactor|lion|muon|sgd|(?:paged[_ ]?)?\w*adamw?\w*)\b"
     ),
     "tensor": r"\bTP[ =]?(\d+)\b",
     "pipeline": r"\bPP[ =]?(\d+)\b",
@@ -59,37 +66,50 @@ NOTE_KEYS: dict[str, str] = {
     "adapter": rf"(?i){_NOT}\b(QLoRA|LoRA|DoRA|rsLoRA)\b",
     "rank": r"(?i)\b(?:lora[_ -]?)?(?:r|rank|dim)\s*(?:=|:|\s)\s*(\d{1,4})\b",
     "targets": (
-        r"(?i)(all[- ](?:linear|projections|modules)|(?:[qkvo](?:_proj)?\s*[,/+&]\s*)+[qkvo](?:_proj)?\b|\bqkvo?\b"
+        r"(?i)(all[- ](?:linear|projections|modules)"
+        r"|(?:[qkvo](?:_proj)?\s*[,/+&]\s*)+[qkvo](?:_proj)?\b|\bqkvo?\b"
         r"|(?:attention|attn)[- ]only|mlp[- ]only)"
     ),
     "gradients": r"(fp32 grad accumulation)",
     "offload": (
-        rf"((?i:{_NOT}(?:CPU|optim\w*|param\w*|Adam|zero)[_ -]?offload\w*|offload[_ -]?(?:optim|param)\w*|ZeRO-(?:Off|Inf)\w*))"
+        rf"((?i:{_NOT}(?:CPU|optim\w*|param\w*|Adam|zero)[_ -]?offload\w*"
+        r"|offload[_ -]?(?:optim|param)\w*|ZeRO-(?:Off|Inf)\w*))"
     ),
-    "chunked_loss": r"(?i)(liger|fused[- ]linear[- ]cross|cut[- ]cross[- ]entropy|chunked[- ](?:cross[- ]entropy|loss|CE)\b)",
-    "fabric": r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node|interconnect \d+Gbps RoCE/node(?: n/a)?)",
+    "chunked_loss": (
+        r"(?i)(liger|fused[- ]linear[- ]cross|cut[- ]cross[- ]entropy"
+        r"|chunked[- ](?:cross[- ]entropy|loss|CE)\b)"
+    ),
+    "fabric": (
+        r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node"
+        r"|interconnect \d+Gbps RoCE/node(?: n/a)?)"
+    ),
     "half_weights": r"((?i:bf16-true|pure[_ -]bf16))",
     "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
     "expert_tensor": r"\bETP=(\d+)",
     "routing": r"\b(tokendrop)\b",
     "without_prediction": r"(w/o MTP)",
 }
-"""What is read of `notes`: a kernel, a trainer and its settings, by patterns whose first group is the value."""
+"""Pattern of each setting in `notes` (kernel, framework and its settings). The first group is
+the value."""
 
 
 def read_notes(notes: str) -> dict[str, str]:
-    """The value of every key of `NOTE_KEYS`, "" where the notes do not have it.
+    """Return the value of every key of `NOTE_KEYS`, "" if it is not in the notes.
 
-    >>> found = read_notes("OOM; QLoRA r=64, all-linear; paged_adamw_8bit; no gradient checkpointing; mbs 2 x grad accum 8")
-    >>> [found[key] for key in ("adapter", "rank", "targets", "optimizer", "checkpointing", "micro_batch", "grad_accum")]
-    ['QLoRA', '64', 'all-linear', 'paged_adamw_8bit', 'no gradient checkpointing', '2', '8']
+    >>> values = read_notes("OOM; QLoRA r=64, all-linear; paged_adamw_8bit; mbs 2 x grad accum 8")
+    >>> keys = ("adapter", "rank", "targets", "optimizer", "micro_batch", "grad_accum")
+    >>> [values[key] for key in keys]
+    ['QLoRA', '64', 'all-linear', 'paged_adamw_8bit', '2', '8']
+    >>> read_notes("no gradient checkpointing")["checkpointing"]
+    'no gradient checkpointing'
     """
-    found = {key: re.search(pattern, notes) for key, pattern in NOTE_KEYS.items()}
-    return {key: match[1].strip() if match else "" for key, match in found.items()}
+    matches = {key: re.search(pattern, notes) for key, pattern in NOTE_KEYS.items()}
+    return {key: match[1].strip() if match else "" for key, match in matches.items()}
 
 
 def read_columns(row: Mapping[str, str]) -> dict[str, str]:
-    """What columns say in a note's words, before they are spelled: `HYBRID_SHARD` as a ZeRO stage, `nf4` as a precision."""
+    """Return settings that columns state in the words of notes: `HYBRID_SHARD` as a ZeRO stage,
+    `nf4` as a precision."""
     return {
         "notes.within_node": read_notes(row["zero_stage"])["within_node"] or row["notes.within_node"],
         "notes.quantization": read_notes(row["precision"])["quantization"] or row["notes.quantization"],
@@ -97,8 +117,8 @@ def read_columns(row: Mapping[str, str]) -> dict[str, str]:
 
 
 def fill_from_notes(row: Mapping[str, str]) -> dict[str, str]:
-    """The row, spelled, with columns that it leaves empty as its notes have them."""
-    said = {
+    """Fill empty columns of a normalised row from its notes."""
+    from_notes = {
         "recompute": spell_recompute(row["notes.checkpointing"]),
         "zero_stage": spell_zero_stage(row["notes.sharding"]),
         "flash_attention": spell_yes_no(row["notes.attention"]),
@@ -106,4 +126,4 @@ def fill_from_notes(row: Mapping[str, str]) -> dict[str, str]:
         "tp": row["notes.tensor"],
         "pp": row["notes.pipeline"],
     }
-    return {**row, **{column: row[column] or value for column, value in said.items()}}
+    return {**row, **{column: row[column] or value for column, value in from_notes.items()}}

@@ -1,4 +1,4 @@
-"""What an open choice carries through the search: the schedules it may end in, the bytes of its micro-batch, its bounds."""
+"""State of a partial choice in the search: possible schedules, bytes and bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shardwright.planner.step import LayerCosts
 
 
 class Scheduled(NamedTuple):
-    """A schedule by name and virtual stages: what bounds its time, and what it gives the first rank to hold."""
+    """A schedule by name and virtual stages, with its time bounds and the first rank's layers
+    and micro-batches in flight."""
 
     bounds: PipelineBounds
     first: StageLoad
@@ -21,32 +22,37 @@ class Scheduled(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Bytes of a micro-batch: what one layer of each kind keeps of it, and what its backward pass makes beside that."""
+    """Bytes of a micro-batch: saved by one layer of each kind, and allocated by its backward
+    pass in addition."""
 
     layers: tuple[float, ...]
     made: tuple[float, ...]
 
     def least(self, passes: tuple[float, ...]) -> float:
-        """At the first layer of a backward pass, with so many passes through layers of each kind kept."""
-        made = max((made for made, count in zip(self.made, passes, strict=True) if count), default=0.0)
-        return float(sum(map(mul, passes, self.layers)) + made)
+        """Return the bytes at the first layer of a backward pass while `passes` through layers
+        of each kind are saved."""
+        backward_bytes = max(
+            (backward_bytes for backward_bytes, count in zip(self.made, passes, strict=True) if count), default=0.0
+        )
+        return float(sum(map(mul, passes, self.layers)) + backward_bytes)
 
 
 class Pipelines(NamedTuple):
-    """All schedules for some stages and micro-batches, and what holds for each of them."""
+    """All schedules for a number of stages and micro-batches, and the bounds common to them."""
 
     each: list[Scheduled]
     apart: list[PipelineBounds]
-    """Without those that hold the same stages as one before and so have its bound."""
+    """Bounds without those of the same stages as an earlier schedule, which are equal."""
     first: StageLoad
-    """What the first rank holds at least."""
+    """Minimum layers of the first rank over the schedules."""
     passes: tuple[float, ...]
-    """Passes through layers of each kind that the first rank keeps at least."""
+    """Minimum number of passes through layers of each kind that the first rank saves."""
 
 
 class ChosenHow(NamedTuple):
-    """Choices 1 and 2, with what is known of them: costs and bytes of a micro-batch, the least that the first rank keeps, and the
-    bound of each of `Pipelines.apart` by its key."""
+    """Choices 1 and 2 with their consequences: costs and bytes of a micro-batch, the minimum
+    activation bytes of the first rank, and the bound of each of `Pipelines.apart` by its
+    key."""
 
     degrees: Degrees
     how: How
@@ -58,9 +64,10 @@ class ChosenHow(NamedTuple):
 
 
 def with_least(each: list[Scheduled], *, alone: bool) -> Pipelines:
-    """Schedules with the least that the first rank holds under any of them; `alone`: it is the last, too."""
+    """Combine schedules with the minimum load of the first rank. `alone`: the first rank is
+    also the last."""
     loads = [scheduled.first for scheduled in each]
     layers = tuple(map(min, zip(*(load.layers for load in loads), strict=True)))
     passes = tuple(map(min, zip(*([load.in_flight * n for n in load.layers] for load in loads), strict=True)))
-    apart = list({scheduled.bounds.key: scheduled.bounds for scheduled in each}.values())
-    return Pipelines(each, apart, StageLoad(layers, embedding=True, head=alone), passes)
+    distinct = list({scheduled.bounds.key: scheduled.bounds for scheduled in each}.values())
+    return Pipelines(each, distinct, StageLoad(layers, embedding=True, head=alone), passes)

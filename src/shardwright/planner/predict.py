@@ -1,4 +1,4 @@
-"""The planner's one question: what does this candidate cost on that cluster?"""
+"""Prediction of the memory and time of one candidate on one cluster."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ from shardwright.planner.step import LayerCosts, StepCosts, passes_of, predict_t
 
 
 def predict(shape: ModelShape, candidate: Candidate, cluster: Cluster, efficiency: Efficiency) -> Prediction:
-    """Memory and time of one optimizer step of `candidate` on `cluster`.
+    """Predict memory and time of one optimizer step of `candidate` on `cluster`.
 
-    The candidate's layout must divide the model and the batch (`planner.rules` says whether it does); its world size may be
-    smaller than
-    the cluster, whose first ranks it then takes.
+    The candidate's layout must divide the model and the batch (see `planner.rules`). Its world
+    size may be smaller than the cluster; it then uses the first ranks.
 
     Raises:
-        InputError: a precision that the accelerator has no units for, or a schedule that does not fit the micro-batches.
+        InputError: the accelerator has no units for the precision, or the schedule does not
+            support the number of micro-batches.
     """
     return Predictor(facts_of(shape), cluster, efficiency).predict(candidate)
 
 
 class Predictor:
-    """Predicts many candidates of one model on one cluster; rates and collectives that were worked out are kept."""
+    """Predictor of many candidates of one model on one cluster. Caches rates and
+    collectives."""
 
     def __init__(self, facts: ModelFacts, cluster: Cluster, efficiency: Efficiency) -> None:
-        self.facts, self.cluster, self.efficiency = facts, cluster, efficiency
+        self.facts = facts
+        self.cluster = cluster
+        self.efficiency = efficiency
         self.network = Network(cluster, efficiency)
         self._rates: dict[str, Rates] = {}
 
     def rates(self, precision: str) -> Rates:
-        """What the device achieves in a precision."""
-        found = self._rates.get(precision)
-        if found is None:
-            found = self._rates[precision] = Rates(self.cluster, self.efficiency, precision)
-        return found
+        """Return the cached rates of the device in a precision."""
+        rates = self._rates.get(precision)
+        if rates is None:
+            rates = self._rates[precision] = Rates(self.cluster, self.efficiency, precision)
+        return rates
 
     @cached_property
     def capacity(self) -> float:
@@ -53,23 +56,25 @@ class Predictor:
         return (self.cluster.accelerator.memory_bytes if profile is None else profile.memory_bytes) * self.efficiency.usable_share
 
     def layer_costs(self, candidate: Candidate) -> LayerCosts:
-        """What a micro-batch costs the candidate's layers."""
+        """Compute the layer costs of one micro-batch of the candidate."""
         return LayerCosts(self.facts, candidate, self.rates(candidate.precision), self.network)
 
     def pipeline(self, candidate: Candidate) -> PipelineShape:
-        """Its stages and their schedule."""
-        steps, rule = candidate.gradient_accumulation_steps, candidate.engine.stage_rule
+        """Return the stages of the candidate and their schedule."""
+        steps = candidate.gradient_accumulation_steps
+        rule = candidate.engine.stage_rule
         return pipeline_of(self.facts, candidate.layout, steps, candidate.sequence_length, rule)
 
     def memory(self, candidate: Candidate, pipeline: PipelineShape) -> MemoryParts:
-        """Of the fullest rank."""
+        """Compute the memory of the rank that needs the most."""
         if self.cluster.accelerator.kind == "cpu":
             candidate = replace(candidate, fused_norms=False)
         loads = (predict_memory(self.facts, candidate, load, self.efficiency) for load in pipeline.loads)
         return max(loads, key=lambda parts: parts.total)
 
     def pass_bound(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
-        """Seconds that a step's passes cannot go below, by what was simulated of their schedule before; 0 where nothing was."""
+        """Return minimum seconds of a step's passes, from earlier simulations of the schedule.
+        0 if there are none."""
         pipeline = self.pipeline(candidate)
         if not was_simulated(pipeline):
             return 0.0
@@ -77,12 +82,14 @@ class Predictor:
         return bound_simulation(pipeline, *passes_of(costs, pipeline))
 
     def bound(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
-        """Seconds that the whole step cannot go below, by the same."""
+        """Return minimum seconds of the whole step, from earlier simulations of the
+        schedule."""
         costs = StepCosts(self.facts, candidate, self.rates(candidate.precision), self.network, layer_costs)
         return predict_time(costs, self.pipeline(candidate), bound_simulation).step
 
     def predict(self, candidate: Candidate, memory: MemoryParts | None = None, layer_costs: LayerCosts | None = None) -> Prediction:
-        """Memory and time; `memory` and `layer_costs` where they are known already."""
+        """Predict memory and time. Pass `memory` and `layer_costs` if they are already
+        known."""
         pipeline = self.pipeline(candidate)
         rates = self.rates(candidate.precision)
         costs = StepCosts(self.facts, candidate, rates, self.network, layer_costs)

@@ -1,4 +1,4 @@
-"""What a candidate is predicted to cost: bytes by part, seconds by part, and what follows from them."""
+"""Predicted cost of a candidate: bytes by part, seconds by part, and derived figures."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ from shardwright.planner.candidate import Candidate
 from shardwright.units import format_bytes
 
 MEMORY_ERROR_SHARE = 0.10
-"""How much more memory than predicted a run may take: nine of ten published runs take at most this share more
-(docs/planning-accuracy.md, "Room for the error in memory")."""
+"""Memory margin, as a share of predicted memory: nine of ten published runs take at most this
+share more (docs/planning-accuracy.md, "Memory margin")."""
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Peak bytes on the fullest rank, by part: what each part holds at the moment of the step when their sum is largest."""
+    """Peak bytes on the rank with the most memory, by part, at the moment of the step when
+    their sum is largest."""
 
     weights: float = 0.0
-    """Master weights (or the adapter's frozen base) that stay between steps, and a preference run's frozen reference."""
+    """Master weights (or the adapter's frozen base) that persist between steps, and the frozen
+    reference of preference training."""
     gradients: float = 0.0
     optimizer: float = 0.0
-    """Moments, and a second copy of the weights where the engine keeps one."""
+    """Moments, and a second copy of the weights if the framework has one."""
     activations: float = 0.0
-    """What the backward pass reads of the micro-batches in flight, and of the layer that is being recomputed."""
+    """Saved activations of the micro-batches in flight, and those of the layer being
+    recomputed."""
     logits: float = 0.0
-    """Logits, their gradient, and the gradients that the loss makes at once."""
+    """Logits, their gradient, and the gradients that the loss computes with them."""
     gathered: float = 0.0
     """Parameters gathered or cast to the compute precision."""
     workspaces: float = 0.0
-    """Buffers of reductions and products that live for a moment."""
+    """Temporary buffers of reductions and matmuls."""
     reserve: float = 0.0
-    """What the allocator holds beyond what is live: fragmentation."""
+    """Bytes that the allocator reserves beyond live tensors: fragmentation."""
 
     driver: float = 0.0
-    """The device's context and the collectives' own buffers, which no allocator of tensors sees."""
+    """The device's context and the collectives' buffers, outside the tensor allocator."""
 
     @property
     def total(self) -> float:
-        """Bytes of all parts: what the device's monitor shows."""
+        """Bytes of all parts, as the device's monitor reports them."""
         between = self.weights + self.gradients + self.optimizer
         return between + self.activations + self.logits + self.gathered + self.workspaces + self.reserve + self.driver
 
     @property
     def reserved(self) -> float:
-        """Bytes that the allocator holds (torch: max_memory_reserved)."""
+        """Bytes that the allocator reserves (torch: max_memory_reserved)."""
         return self.total - self.driver
 
     @property
@@ -55,8 +58,8 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Seconds of one optimizer step on the slowest rank. The exposed parts add up to the step; hidden traffic runs beside
-    compute."""
+    """Seconds of one optimizer step on the slowest rank. The exposed parts add up to the step;
+    hidden communication overlaps with compute."""
 
     compute: float = 0.0
     """Forward, backward and recomputation."""
@@ -64,16 +67,17 @@ class TimeParts:
     context: float = 0.0
     expert: float = 0.0
     pipeline: float = 0.0
-    """Sends of hidden states that nothing hides."""
+    """Exposed sends of hidden states."""
     data: float = 0.0
-    """Gathering parameters and reducing gradients, where nothing hides it."""
+    """Exposed gathers of parameters and reductions of gradients."""
     bubble: float = 0.0
     optimizer: float = 0.0
     """Norm, clip and update."""
     reference: float = 0.0
-    """The forward passes of the model that preferences are held to, with their traffic and bubble."""
+    """Forward passes of the reference model in preference training, with their communication
+    and bubble."""
     overhead: float = 0.0
-    """What is neither: the host between steps, stragglers."""
+    """Host work between steps, and stragglers."""
     hidden_tensor: float = 0.0
     hidden_context: float = 0.0
     hidden_expert: float = 0.0
@@ -87,28 +91,28 @@ class TimeParts:
 
     @property
     def exposed(self) -> float:
-        """Seconds of traffic that nothing hides."""
+        """Seconds of exposed communication."""
         return self.tensor + self.context + self.expert + self.pipeline + self.data
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate with its cost on a cluster."""
+    """A candidate with its predicted cost on a cluster."""
 
     candidate: Candidate
     num_gpus: int
     memory: MemoryParts
     time: TimeParts
     memory_capacity_bytes: float
-    """What a process may use of one device."""
+    """Bytes of one device that a process may use."""
     model_flops_per_step: float
-    """By the convention of `architecture.count`: causal attention, recomputation not counted."""
+    """Model FLOPs as in `architecture.count`: causal attention, without recomputation."""
     peak_flops_per_second: float
     """Dense peak of one device in the candidate's precision."""
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank has room."""
+        """True if the predicted memory is within the device's capacity on every rank."""
         return self.memory.total <= self.memory_capacity_bytes
 
     @property
@@ -118,22 +122,24 @@ class Prediction:
 
     @property
     def warning(self) -> str | None:
-        """Say by how much a tight prediction may be off. None where there is room for the error."""
+        """Warning with the possible error of a tight prediction. None if the error margin
+        fits."""
         if not self.is_tight:
             return None
         return (
-            f"may run out of memory: {format_bytes(self.memory.total)} of {format_bytes(self.memory_capacity_bytes)} predicted, "
+            f"may run out of memory: {format_bytes(self.memory.total)} of "
+            f"{format_bytes(self.memory_capacity_bytes)} predicted, "
             f"and one run in ten takes over {MEMORY_ERROR_SHARE:.0%} more than predicted"
         )
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole cluster."""
+        """Tokens per second of the whole cluster."""
         return self.candidate.global_batch_tokens / self.time.step
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Of one device."""
+        """Tokens per second of one device."""
         return self.tokens_per_second / self.num_gpus
 
     @property
@@ -142,16 +148,17 @@ class Prediction:
         return self.model_flops_per_step / self.time.step / self.num_gpus / self.peak_flops_per_second
 
     def days(self, num_steps: int) -> float:
-        """Days that `num_steps` optimizer steps take."""
+        """Return the days that `num_steps` optimizer steps take."""
         return num_steps * self.time.step / 86400
 
     def gpu_hours(self, num_steps: int) -> float:
-        """GPU-hours that `num_steps` optimizer steps take."""
+        """Return the GPU-hours that `num_steps` optimizer steps take."""
         return num_steps * self.time.step * self.num_gpus / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON: base units."""
-        candidate, layout = self.candidate, self.candidate.layout
+        """Return the prediction as a JSON object in base units."""
+        candidate = self.candidate
+        layout = self.candidate.layout
         return {
             "layout": asdict(layout) | {"world_size": layout.world_size},
             "describe": candidate.describe(),

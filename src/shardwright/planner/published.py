@@ -1,4 +1,4 @@
-"""Predictions for published rows: what a row leaves unsaid is what its users would have picked. Torch-free."""
+"""Predictions for published rows, with unstated settings chosen as a user would."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardwright.planner.prediction import Prediction
 from shardwright.units import GIB_BYTES
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-"""Tried where a row does not say; the fastest that fits is taken."""
+"""Sizes tried if a row states none; the fastest that fits is used."""
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """What `predict` writes of one row."""
+    """Output of `predict` for one row."""
 
     id: str
     tokens_per_second_per_gpu: float
@@ -30,7 +30,7 @@ class PredictedRow:
     fits: bool
 
     def as_row(self) -> dict[str, str]:
-        """In the words of the table: pred_tok is tokens/s per GPU, pred_mem GiB per GPU."""
+        """Return the output columns: pred_tok in tokens/s per GPU, pred_mem in GiB per GPU."""
         return {
             "id": self.id,
             "pred_tok": f"{self.tokens_per_second_per_gpu:.6g}",
@@ -40,21 +40,27 @@ class PredictedRow:
 
 
 def predict_row(case: Case, efficiencies: Efficiencies | None = None) -> PredictedRow:
-    """One row's throughput, memory in the row's own metric, and whether it fits."""
+    """Predict throughput, memory in the row's own metric, and whether the row's configuration
+    fits."""
     prediction = predict_case(case, efficiencies)
-    fits, memory = prediction.fits, memory_bytes(case, prediction, efficiencies)
+    fits = prediction.fits
+    memory = memory_bytes(case, prediction, efficiencies)
     if not fits and _fits_recomputed(case, prediction, efficiencies):
-        # It recomputes as much as it must: parts of some layers, which takes little time and leaves the device full.
-        fits, memory = True, min(memory, case.cluster.accelerator.memory_bytes)
+        # It recomputes as much as necessary: parts of some layers, which takes little time and
+        # leaves the device full.
+        fits = True
+        memory = min(memory, case.cluster.accelerator.memory_bytes)
     return PredictedRow(case.id, prediction.tokens_per_second_per_gpu, memory / GIB_BYTES, fits)
 
 
 def memory_bytes(case: Case, prediction: Prediction, efficiencies: Efficiencies | None = None) -> float:
-    """What the row's own way to read memory would show: of its rank, its total."""
+    """Return the predicted memory in the row's own metric, on the rank that it reports."""
     parts = prediction.memory
     if case.first_rank:
-        facts, candidate = facts_of(case.shape), prediction.candidate
-        steps, rule = candidate.gradient_accumulation_steps, candidate.engine.stage_rule
+        facts = facts_of(case.shape)
+        candidate = prediction.candidate
+        steps = candidate.gradient_accumulation_steps
+        rule = candidate.engine.stage_rule
         first = pipeline_of(facts, candidate.layout, steps, candidate.sequence_length, rule).load_of(0)
         parts = predict_memory(facts, candidate, first, _achieved(case, efficiencies))
     return {"allocated": parts.live, "reserved": parts.reserved, "device": parts.total}[case.metric]
@@ -65,25 +71,28 @@ def _achieved(case: Case, efficiencies: Efficiencies | None) -> Efficiency:
 
 
 def _fits_recomputed(case: Case, prediction: Prediction, efficiencies: Efficiencies | None) -> bool:
-    """Whether a row that says nothing of recomputation fits when it recomputes everything."""
+    """Return True if a row that does not state its recomputation fits with full
+    recomputation."""
     if case.recompute_stated:
         return False
-    leanest = replace(prediction.candidate, recompute="full")
-    return predict_case(replace(case, candidate=leanest, micro_batch_stated=True, recompute_stated=True), efficiencies).fits
+    recomputed = replace(prediction.candidate, recompute="full")
+    return predict_case(replace(case, candidate=recomputed, micro_batch_stated=True, recompute_stated=True), efficiencies).fits
 
 
 def predict_case(case: Case, efficiencies: Efficiencies | None = None) -> Prediction:
-    """The row's configuration; of what it does not state, the fastest choice that fits (the leanest where none does)."""
-    achieved = _achieved(case, efficiencies)
-    tried = [predict(case.shape, candidate, case.cluster, achieved) for candidate in choices(case)]
-    fitting = [prediction for prediction in tried if prediction.fits]
+    """Predict the row's configuration. Unstated settings are the fastest choice that fits, or
+    the smallest if none does."""
+    efficiency = _achieved(case, efficiencies)
+    predictions = [predict(case.shape, candidate, case.cluster, efficiency) for candidate in choices(case)]
+    fitting = [prediction for prediction in predictions if prediction.fits]
     if fitting:
         return max(fitting, key=lambda prediction: prediction.tokens_per_second)
-    return min(tried, key=lambda prediction: prediction.memory.total)
+    return min(predictions, key=lambda prediction: prediction.memory.total)
 
 
 def choices(case: Case) -> Iterator[Candidate]:
-    """The row's candidate; where it does not say the micro batch, with every one that it may have had."""
+    """Yield the row's candidate or, if it does not state the micro-batch, one candidate per
+    possible micro-batch."""
     stated = case.candidate
     per_rank = stated.micro_batch_size * stated.gradient_accumulation_steps
     sizes = [stated.micro_batch_size] if case.micro_batch_stated else [m for m in MICRO_BATCHES if per_rank % m == 0] or [1]
@@ -91,7 +100,7 @@ def choices(case: Case) -> Iterator[Candidate]:
         steps = max(1, per_rank // size)
         if stated.layout.virtual_stages and steps % stated.layout.pp:
             continue
-        chosen = replace(stated, micro_batch_size=size, gradient_accumulation_steps=steps)
-        yield chosen
-        if chosen.engine.waiting_sequences:
-            yield replace(chosen, engine=replace(chosen.engine, waiting_sequences=0.0))
+        candidate = replace(stated, micro_batch_size=size, gradient_accumulation_steps=steps)
+        yield candidate
+        if candidate.engine.waiting_sequences:
+            yield replace(candidate, engine=replace(candidate.engine, waiting_sequences=0.0))

@@ -1,4 +1,4 @@
-"""From a recipe to what is asked of the planner: what the recipe fixes, and what is open."""
+"""Planning problem of a recipe: the settings that it fixes, and those that are searched."""
 
 from __future__ import annotations
 
@@ -16,36 +16,43 @@ from shardwright.planner.candidate import Adapter, Candidate, OptimizerKind, Pre
 from shardwright.planner.space import Question
 
 _MOST_LAYERS = 2048
-"""Dealing layers to pipeline stages takes time with the square of their number: about a minute for so many."""
+"""Assigning layers to pipeline stages takes time quadratic in their number: about a minute for
+this many."""
 _MOST_SEQUENCES = 2**30
-"""Of a global batch; divisors of larger numbers take long to find."""
+"""Maximum sequences of a global batch. Finding divisors of larger numbers takes long."""
 
 
 def shape_of(recipe: Recipe) -> ModelShape:
-    """The model that a recipe names, from its config alone: no weights, no tokenizer, no data.
+    """Read the shape of a recipe's model from its config alone: no weights, tokenizer or data.
 
     Raises:
-        ArchitectureError: a config that we refuse, or one without what the count needs.
+        ArchitectureError: the config is unsupported, or lacks a size that is needed.
     """
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
-    assert config is not None  # the schema demands one of them
+    assert config is not None  # the schema requires one of them
     if isinstance(config, dict) and "vocab_size" not in config and recipe.tokenizer.vocab_size is not None:
         config = {**config, "vocab_size": recipe.tokenizer.vocab_size}
     if isinstance(config, dict) and "vocab_size" not in config:
         raise ArchitectureError(
-            "the size of the vocabulary is needed to count parameters and logits",
+            "vocab_size is needed to count parameters and logits",
             field="model.config.vocab_size",
-            remedy="Write it there; planning reads no tokenizer",
+            remedy="Set it there; planning reads no tokenizer",
         )
     shape = read_config(config)
     if shape.num_layers > _MOST_LAYERS:
         raise ArchitectureError(
-            "too many layers to plan", field="model.config", got=f"{shape.num_layers:,} layers", allowed=f"at most {_MOST_LAYERS:,}"
+            "too many layers to plan",
+            field="model.config",
+            got=f"{shape.num_layers:,} layers",
+            allowed=f"at most {_MOST_LAYERS:,}",
         )
     total = recipe.training.global_batch_size
     if total is not None and total > _MOST_SEQUENCES:
         raise RecipeError(
-            "too many sequences to plan", field="training.global_batch_size", got=total, allowed=f"at most {_MOST_SEQUENCES:,}"
+            "too many sequences to plan",
+            field="training.global_batch_size",
+            got=total,
+            allowed=f"at most {_MOST_SEQUENCES:,}",
         )
     shape.check_sequence_length(recipe.training.sequence_length)
     return shape
@@ -54,13 +61,15 @@ def shape_of(recipe: Recipe) -> ModelShape:
 def template_of(
     recipe: Recipe, *, precision: Precision | None = None, adapter: Adapter | None = None, optimizer: OptimizerKind | None = None
 ) -> Candidate:
-    """A candidate with everything of the recipe that is not searched; its layout is that of one device.
+    """Build a candidate with all settings of the recipe that are not searched, and a one-device
+    layout.
 
-    `precision` replaces the recipe's; `auto` must be settled before.
+    `precision` overrides the recipe's; `auto` must be resolved before.
     """
-    section, training = recipe.layout, recipe.training
+    section = recipe.layout
+    training = recipe.training
     kind = precision or recipe.precision.kind
-    assert kind != "auto", "settle_precision comes first"
+    assert kind != "auto", "call settle_precision first"
     adapter = adapter or adapter_of(recipe)
     return Candidate(
         layout=Layout(
@@ -83,7 +92,7 @@ def template_of(
 
 
 def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
-    """What `precision: auto` means on a device of the catalogue.
+    """Resolve `precision: auto` for a device of the catalogue.
 
     >>> from shardwright.hardware.load import find_accelerator
     >>> str(choose_precision_on(find_accelerator("T4")))
@@ -95,20 +104,24 @@ def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
 
 
 def _reference(recipe: Recipe, adapter: Adapter | None) -> Reference:
-    """What a recipe's preferences are held to; where it does not say, adapters are switched off, and a copy is held without any."""
+    """Return the reference of the recipe's preference training.
+
+    Default: the model with adapters disabled, or a frozen copy without adapters.
+    """
     if recipe.preference is None:
         return "none"
     return recipe.preference.reference or ("frozen" if adapter is None else "adapter_off")
 
 
 def adapter_of(recipe: Recipe) -> Adapter | None:
-    """The recipe's own adapters: their rank, and the roles of the matrices that have one in any layer; None without any."""
+    """Return the recipe's adapters: their rank, and the roles of matrices with an adapter in
+    any layer. None without adapters."""
     if recipe.adapters is None:
         return None
-    chosen = with_adapters(shape_of(recipe), recipe.adapters)
-    assert chosen.adapters is not None
-    roles = {spec.beside.role for spec in chosen.parameters() if spec.beside is not None}
-    return Adapter(chosen.adapters.rank, tuple(sorted(roles)), quantised=chosen.adapters.quantize is not None)
+    adapted = with_adapters(shape_of(recipe), recipe.adapters)
+    assert adapted.adapters is not None
+    roles = {spec.beside.role for spec in adapted.parameters() if spec.beside is not None}
+    return Adapter(adapted.adapters.rank, tuple(sorted(roles)), quantised=adapted.adapters.quantize is not None)
 
 
 def _optimizer(section: OptimizerSection) -> OptimizerKind:
@@ -118,33 +131,37 @@ def _optimizer(section: OptimizerSection) -> OptimizerKind:
 
 
 def question_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Question:
-    """What is open for a recipe on `num_gpus` devices: every degree, recomputation, and how the batch is cut.
+    """Build the planning problem of a recipe on `num_gpus` devices: degrees, recomputation, and
+    the split of the batch are open.
 
-    The recipe's global batch stays what it is; without one, its micro batch and accumulation are kept on every rank.
+    The recipe's global batch is fixed. Without one, its micro-batch and accumulation are fixed
+    on every rank.
 
     Raises:
-        RecipeError: neither a global nor a micro batch is given.
+        RecipeError: the recipe sets neither a global batch nor a micro-batch.
     """
     training = recipe.training
     if training.global_batch_size is not None:
         return Question(template, num_gpus, training.global_batch_size)
     if training.micro_batch_size is None:
         raise RecipeError(
-            "say how many sequences a step holds",
+            "the batch size is not set",
             field="training.global_batch_size",
-            remedy="Give global_batch_size, or micro_batch_size for every rank",
+            remedy="Set global_batch_size, or micro_batch_size (per rank)",
         )
     accumulation = training.gradient_accumulation_steps or 1
     return Question(template, num_gpus, None, (training.micro_batch_size,), (accumulation,))
 
 
 def candidate_of(recipe: Recipe, template: Candidate, num_gpus: int) -> Candidate | None:
-    """The recipe as it stands, on `num_gpus` devices; None where its layout is `auto` or does not fit their number."""
+    """Return the recipe's own layout on `num_gpus` devices. None if it is `auto` or does not
+    match their number."""
     return _candidate_of(recipe, template, num_gpus)[0]
 
 
 def why_no_candidate(recipe: Recipe, template: Candidate, num_gpus: int) -> str | None:
-    """Why the recipe as it stands cannot run on so many devices; None where it can, or where it leaves its layout open."""
+    """Return the reason why the recipe's layout cannot run on `num_gpus` devices. None if it
+    can, or is `auto`."""
     return None if recipe.layout.auto else _candidate_of(recipe, template, num_gpus)[1]
 
 

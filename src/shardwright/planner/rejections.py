@@ -1,4 +1,4 @@
-"""Layouts that people ask for first and that do not fit, each with the reason and the cheapest change that would make it fit."""
+"""Common layouts that do not fit, with the reason and the cheapest change that helps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from shardwright.units import format_bytes
 
 @dataclass(frozen=True)
 class Rejection:
-    """A layout that was turned down. `change` is what would make it fit, None where nothing does."""
+    """A layout that cannot run or does not fit. `change` would make it fit; None if nothing
+    does."""
 
     name: str
     reason: str
@@ -28,23 +29,25 @@ class Rejection:
 
 
 def familiar(predictor: Predictor, question: Question) -> Iterator[tuple[str, Candidate]]:
-    """The layouts of the textbooks for these devices: one, copies, each stage of ZeRO, tensor parallel in a node, a pipeline.
+    """Yield common layouts for these devices: one GPU, DDP, each ZeRO stage, tensor parallelism
+    in a node, a pipeline.
 
-    Each is as plain as can be: micro batch 1, nothing recomputed.
+    All have the smallest possible micro-batch and no recomputation.
     """
-    num, node = question.num_gpus, min(question.num_gpus, predictor.cluster.domain_size)
+    num_gpus = question.num_gpus
+    gpus_per_domain = min(question.num_gpus, predictor.cluster.domain_size)
     plain = question.template.layout
     yield "one GPU", _plain(question, plain)
-    if num == 1:
+    if num_gpus == 1:
         return
-    yield "DDP", _plain(question, replace(plain, dp_replicate=num, zero_stage=0))
+    yield "DDP", _plain(question, replace(plain, dp_replicate=num_gpus, zero_stage=0))
     for stage in (1, 2, 3):
-        yield f"ZeRO-{stage}", _plain(question, replace(plain, dp_shard=num, zero_stage=stage))
-    if num % node == 0 and node > 1:
-        data = num // node
-        data_layout: dict[str, Any] = {"dp_shard": data, "zero_stage": 1} if data > 1 else {}
-        yield f"tp {node}", _plain(question, replace(plain, tp=node, **data_layout))
-        yield f"pp {node}", _plain(question, replace(plain, pp=node, **data_layout))
+        yield f"ZeRO-{stage}", _plain(question, replace(plain, dp_shard=num_gpus, zero_stage=stage))
+    if num_gpus % gpus_per_domain == 0 and gpus_per_domain > 1:
+        data_ranks = num_gpus // gpus_per_domain
+        data_layout: dict[str, Any] = {"dp_shard": data_ranks, "zero_stage": 1} if data_ranks > 1 else {}
+        yield f"tp {gpus_per_domain}", _plain(question, replace(plain, tp=gpus_per_domain, **data_layout))
+        yield f"pp {gpus_per_domain}", _plain(question, replace(plain, pp=gpus_per_domain, **data_layout))
 
 
 def _plain(question: Question, layout: Layout) -> Candidate:
@@ -57,24 +60,25 @@ def _plain(question: Question, layout: Layout) -> Candidate:
 
 
 def reject(predictor: Predictor, question: Question) -> list[Rejection]:
-    """Those of the familiar layouts that cannot be, or do not fit."""
-    found = []
+    """Return the common layouts that cannot run or do not fit."""
+    rejections = []
     for name, candidate in familiar(predictor, question):
         reason = why_not_at_all(predictor, question, candidate)
         if reason is not None:
-            found.append(Rejection(name, reason))
+            rejections.append(Rejection(name, reason))
             continue
         prediction = predictor.predict(candidate)
         if not prediction.fits:
             change, changed = cheapest_change(predictor, question, candidate)
-            found.append(Rejection(name, _size(prediction), prediction.memory.total, change, changed))
-    return found
+            rejections.append(Rejection(name, _size(prediction), prediction.memory.total, change, changed))
+    return rejections
 
 
 def why_not_at_all(predictor: Predictor, question: Question, candidate: Candidate) -> str | None:
-    """Why a layout cannot run whatever the memory."""
+    """Return the reason why a layout cannot run even with unlimited memory. None if it can."""
     if candidate.gradient_accumulation_steps == 0:
-        return f"global batch {question.global_batch_size} does not divide by {candidate.layout.data_ranks} data ranks"
+        num_ranks = candidate.layout.data_ranks
+        return f"global batch {question.global_batch_size} is not divisible by {num_ranks} data ranks"
     return why_not(predictor.facts, candidate.layout, candidate.sequence_length, candidate.gradient_accumulation_steps)
 
 
@@ -89,19 +93,23 @@ def _size(prediction: Prediction) -> str:
         "gathered parameters": memory.gathered,
     }
     largest = sorted(parts, key=lambda part: -parts[part])[:3]
-    told = ", ".join(f"{part} {format_bytes(parts[part])}" for part in largest)
-    return f"needs {format_bytes(memory.total)} of {format_bytes(prediction.memory_capacity_bytes)}: {told}"
+    summary = ", ".join(f"{part} {format_bytes(parts[part])}" for part in largest)
+    capacity = format_bytes(prediction.memory_capacity_bytes)
+    return f"needs {format_bytes(memory.total)} of {capacity}: {summary}"
 
 
 def cheapest_change(predictor: Predictor, question: Question, candidate: Candidate) -> tuple[str | None, Prediction | None]:
-    """The change after which the candidate fits and is fastest: one that `train` can run, or two or three; else with offload."""
+    """Return the fastest change that makes the candidate fit, and the changed prediction.
+
+    Tries combinations of up to three changes that `train` supports, then those with offload.
+    """
     changes = list(_changes(question, candidate))
-    for runnable in (True, False):
+    for is_runnable in (True, False):
         for count in (1, 2, 3):
             fitting = []
             for chosen in combinations(changes, count):
                 kinds = {kind for kind, _, _ in chosen}
-                if len(kinds) == count and ("offload" in kinds) != runnable:
+                if len(kinds) == count and ("offload" in kinds) != is_runnable:
                     changed = candidate
                     for _, _, apply in chosen:
                         changed = apply(changed)
@@ -126,7 +134,7 @@ def _with_layout(**values: Any) -> _Apply:
 
 
 def _changes(question: Question, candidate: Candidate) -> Iterator[tuple[str, str, _Apply]]:
-    """Of each change its kind, how it is told, and what it does."""
+    """Yield kind, description and function of each change."""
     layout = candidate.layout
     for recompute in question.recomputes:
         if recompute != candidate.recompute and recompute != "none":
@@ -134,9 +142,9 @@ def _changes(question: Question, candidate: Candidate) -> Iterator[tuple[str, st
     for size in divisors(candidate.micro_batch_size)[:-1]:
         steps = candidate.gradient_accumulation_steps * candidate.micro_batch_size // size
         yield "micro batch", f"micro batch {size}", _with(micro_batch_size=size, gradient_accumulation_steps=steps)
-    data = layout.data_ranks
+    data_ranks = layout.data_ranks
     for stage in (1, 2, 3):
-        if data * layout.cp > 1 and stage > layout.zero_stage:
-            yield "ZeRO", f"zero_stage {stage}", _with_layout(zero_stage=stage, dp_shard=data, dp_replicate=1)
+        if data_ranks * layout.cp > 1 and stage > layout.zero_stage:
+            yield "ZeRO", f"zero_stage {stage}", _with_layout(zero_stage=stage, dp_shard=data_ranks, dp_replicate=1)
     yield "offload", "offload of the optimizer (predicted only)", _with(offload="optimizer")
     yield "offload", "offload of parameters and optimizer (predicted only)", _with(offload="parameters")

@@ -1,5 +1,4 @@
-"""Which degrees divide a model and a batch, and in one line why others do not. The rules are `placement.check`'s, told without
-raising."""
+"""Degrees that divide a model and a batch, by the rules of `placement.check`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from shardwright.schedule.families import FAMILIES, stages_per_rank
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending.
+    """Return all divisors in ascending order.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -26,25 +25,27 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def why_not_tensor(facts: ModelFacts, tp: int) -> str | None:
-    """Why the model cannot be cut over `tp` tensor-parallel ranks."""
+    """Return the reason why the model cannot be sharded over `tp` tensor-parallel ranks. None
+    if it can."""
     shape = facts.shape
     if tp == 1:
         return None
     if shape.num_heads % tp:
-        return f"{shape.num_heads} heads do not divide by tp {tp}"
+        return f"{shape.num_heads} heads are not divisible by tp {tp}"
     if shape.latent is None and shape.num_kv_heads % tp and tp % shape.num_kv_heads:
-        return f"{shape.num_kv_heads} key-value heads and tp {tp} do not divide one another"
+        return f"of {shape.num_kv_heads} key-value heads and tp {tp}, neither divides the other"
     widths = [shape.intermediate_size] if any(not layer.sparse for layer in shape.layers) else []
     if shape.experts is not None:
         widths += [shape.experts.intermediate_size] + [w for w in (shape.experts.shared_intermediate_size,) if w]
     for width in widths:
         if width % tp:
-            return f"feed-forward width {width} does not divide by tp {tp}"
+            return f"feed-forward width {width} is not divisible by tp {tp}"
     return None
 
 
 def why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) -> str | None:
-    """Why rows cannot be cut over the layout's context-parallel ranks, or the residual stream over its tensor-parallel ones."""
+    """Return the reason why rows cannot be sharded over the context-parallel ranks, or the
+    residual stream over the tensor-parallel ranks. None if they can."""
     key = ("context", layout.cp, layout.tp, layout.cp_method, layout.sequence_parallel, sequence_length)
     if key not in facts.pipelines:
         facts.pipelines[key] = _why_not_context(facts, layout, sequence_length)
@@ -55,7 +56,8 @@ def why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) -> 
 
 def _why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) -> str | None:
     if layout.tp > 1 and layout.sequence_parallel and (sequence_length // layout.cp) % layout.tp:
-        return f"{sequence_length // layout.cp} tokens a rank do not divide by tp {layout.tp}"
+        tokens = sequence_length // layout.cp
+        return f"{tokens} tokens per rank are not divisible by tp {layout.tp}"
     try:
         check_context(
             layout,
@@ -70,22 +72,25 @@ def _why_not_context(facts: ModelFacts, layout: Layout, sequence_length: int) ->
 
 
 def why_not_expert(facts: ModelFacts, ep: int, fsdp: int) -> str | None:
-    """Why experts cannot be cut over `ep` ranks."""
+    """Return the reason why experts cannot be distributed over `ep` ranks. None if they can."""
     experts = facts.shape.experts
     if ep == 1:
         return None
     if experts is None:
         return "the model has no experts"
     if experts.num_experts % ep:
-        return f"{experts.num_experts} experts do not divide by ep {ep}"
+        return f"{experts.num_experts} experts are not divisible by ep {ep}"
     if fsdp % ep:
         return f"ep {ep} does not divide dp_shard x cp = {fsdp}"
     return None
 
 
 def schedules_for(facts: ModelFacts, pp: int, num_micro_batches: int) -> Iterator[tuple[str, int | None]]:
-    """Schedules with their virtual stages that `pp` ranks and so many micro-batches can run; GPipe, which 1F1B equals in time and
-    beats in memory, is left out."""
+    """Yield schedules and virtual stages that `pp` ranks can run with this number of
+    micro-batches.
+
+    GPipe is omitted: 1F1B takes the same time and less memory.
+    """
     if pp == 1:
         yield "1f1b", None
         return
@@ -102,7 +107,8 @@ def schedules_for(facts: ModelFacts, pp: int, num_micro_batches: int) -> Iterato
 
 
 def counts_up_to(number: int, most: int) -> tuple[int, ...]:
-    """1, and all counts up to `most` and `number`: stages need not be of equal depth.
+    """Return all counts from 1 to the smaller of `most` and `number`: stages need not have
+    equal depth.
 
     >>> counts_up_to(5, 8)
     (1, 2, 3, 4, 5)
@@ -111,16 +117,17 @@ def counts_up_to(number: int, most: int) -> tuple[int, ...]:
 
 
 def why_not(facts: ModelFacts, layout: Layout, sequence_length: int, num_micro_batches: int) -> str | None:
-    """Why a layout cannot cut the model; None where it can."""
+    """Return the reason why a layout cannot distribute the model. None if it can."""
     reason = (
         why_not_tensor(facts, layout.tp)
         or why_not_context(facts, layout, sequence_length)
         or why_not_expert(facts, layout.ep, layout.fsdp)
     )
     if reason is None and layout.pp > facts.shape.num_layers:
-        reason = f"{facts.shape.num_layers} layers are fewer than pp {layout.pp} stages"
+        reason = f"{facts.shape.num_layers} layers are fewer than pp {layout.pp}"
     if reason is None and layout.pp > 1 and layout.schedule in FAMILIES:
         possible = set(schedules_for(facts, layout.pp, num_micro_batches)) | {("gpipe", None)}
         if (layout.schedule, layout.virtual_stages) not in possible:
-            reason = f"{layout.schedule} cannot run {num_micro_batches} micro-batches over {layout.pp} ranks of this model"
+            tried = f"{layout.schedule} with {num_micro_batches} micro-batches"
+            reason = f"{tried} cannot run over {layout.pp} ranks of this model"
     return reason

@@ -1,4 +1,4 @@
-"""The same question on more or fewer devices: how throughput grows, where it flattens, and how many devices it takes at all."""
+"""Planning on more or fewer devices: scaling of throughput, and the minimum number."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from shardwright.planner.search import search
 from shardwright.planner.space import Question
 
 FLAT_SHARE = 0.5
-"""Growth is called flat where more devices bring less than this share of what they would bring at best."""
+"""Scaling is flat if more devices add less than this share of the ideal throughput gain."""
 
 _MOST_GPUS = 65536
 
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """The chosen layout on so many devices (None: nothing fits). `efficiency`: tokens/s per device over the first point's."""
+    """Chosen layout on `num_gpus` devices (None: nothing fits). `efficiency`: tokens/s per
+    device relative to the first point."""
 
     num_gpus: int
     prediction: Prediction | None
@@ -31,20 +32,20 @@ class ScalePoint:
 
 
 def resized(cluster: Cluster, num_gpus: int) -> Cluster:
-    """The cluster with so many devices: parts of a node, or whole nodes.
+    """Return the cluster with `num_gpus` devices: part of a node, or whole nodes.
 
     Raises:
-        LayoutError: a number that fills no whole number of nodes.
+        LayoutError: the number is no multiple of a node's devices.
     """
     if num_gpus <= cluster.gpus_per_node:
         return replace(cluster, gpus_per_node=num_gpus, num_nodes=1, domain_size=min(cluster.domain_size, max(1, num_gpus)))
     if num_gpus % cluster.gpus_per_node:
-        whole = num_gpus // cluster.gpus_per_node * cluster.gpus_per_node
+        lower_count = num_gpus // cluster.gpus_per_node * cluster.gpus_per_node
         raise LayoutError(
-            f"nodes have {cluster.gpus_per_node} GPUs each",
+            f"each node has {cluster.gpus_per_node} GPUs",
             field="--gpus",
             got=num_gpus,
-            allowed=f"{whole} or {whole + cluster.gpus_per_node}",
+            allowed=f"{lower_count} or {lower_count + cluster.gpus_per_node}",
         )
     return replace(cluster, num_nodes=num_gpus // cluster.gpus_per_node)
 
@@ -52,7 +53,7 @@ def resized(cluster: Cluster, num_gpus: int) -> Cluster:
 def scale(
     facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, question: Question, counts: Iterable[int]
 ) -> list[ScalePoint]:
-    """The chosen layout for each number of devices."""
+    """Plan each number of devices."""
     points: list[ScalePoint] = []
     first: Prediction | None = None
     for num_gpus in counts:
@@ -67,26 +68,27 @@ def scale(
 
 
 def flattens_at(points: list[ScalePoint]) -> int | None:
-    """The number of devices beyond which more bring less than half of what they should; None where growth holds."""
-    known = [point for point in points if point.prediction is not None]
-    for before, after in pairwise(known):
+    """Return the number of devices beyond which scaling is flat. None if it never is."""
+    fitting = [point for point in points if point.prediction is not None]
+    for before, after in pairwise(fitting):
         assert before.prediction is not None
         assert after.prediction is not None
-        gained = after.prediction.tokens_per_second / before.prediction.tokens_per_second - 1
-        if gained < FLAT_SHARE * (after.num_gpus / before.num_gpus - 1):
+        gain = after.prediction.tokens_per_second / before.prediction.tokens_per_second - 1
+        if gain < FLAT_SHARE * (after.num_gpus / before.num_gpus - 1):
             return before.num_gpus
     return None
 
 
 def fewest_gpus(facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, question: Question) -> Prediction | None:
-    """The first doubling of the devices on which something fits."""
+    """Return the prediction for the first doubling of the devices on which a layout fits, or
+    None."""
     num_gpus = question.num_gpus
     while num_gpus < _MOST_GPUS:
         num_gpus *= 2
         if num_gpus > cluster.gpus_per_node and (num_gpus % cluster.gpus_per_node or (cluster.inter is None)):
             continue
         predictor = Predictor(facts, resized(cluster, num_gpus), efficiency)
-        found = search(predictor, replace(question, num_gpus=num_gpus), top=1).chosen
-        if found is not None:
-            return found
+        chosen = search(predictor, replace(question, num_gpus=num_gpus), top=1).chosen
+        if chosen is not None:
+            return chosen
     return None

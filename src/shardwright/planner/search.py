@@ -1,17 +1,21 @@
-"""The best layouts of a model on a cluster: best-first search over every degree, with bounds that never pass over a better one.
+"""Best-first search for the best layouts of a model on a cluster.
 
-A partial choice carries a lower bound of the seconds of every complete one below it. The choice with the least bound is opened
-first; a complete one that comes up is better than all that is left. Memory is asked first: what no further choice can save is
-checked before anything is timed.
+All degrees are searched. A partial choice has a lower bound of the seconds of every complete
+choice below it. The choice with the lowest bound is expanded first; a complete choice at the
+top of the heap is better than all that remain. Memory is checked before time: a partial choice
+whose minimum memory does not fit is discarded.
 
-    0  degrees                        as 1 of the whole batch at once: per row nothing costs less
-                                      as 1 of its largest micro batch that fits
-    1  micro batch                    what the first rank keeps under the leanest recomputation and schedule; compute of the first
-                                      and the last rank, and their wait for the first micro-batch
-    2  recompute, methods of tp, cp   that with its traffic; what the first rank keeps under the schedule that keeps least
-    3  ZeRO                           data traffic that nothing can hide, the update
-    4  schedule                       its own wait; what the first rank keeps under it
-    5  all                            memory of the first rank in full; the prediction itself
+    level                            bounds
+    0  degrees                       as 1 with the whole batch as one micro-batch, the cheapest
+                                     per row; then as 1 with the largest micro-batch that fits
+    1  micro-batch                   the first rank's minimum memory over recomputation and
+                                     schedules; compute of the first and the last rank, and
+                                     their wait for the first micro-batch
+    2  recompute, methods of tp, cp  the same with communication; the first rank's minimum
+                                     memory over schedules
+    3  ZeRO                          exposed data-parallel communication, the update
+    4  schedule                      its own wait; its memory on the first rank
+    5  all                           full memory of the first rank; the prediction itself
 """
 
 from __future__ import annotations
@@ -38,81 +42,93 @@ from shardwright.planner.space import PLAIN, Degrees, How, Question, Sharding, S
 from shardwright.planner.step import LayerCosts
 
 SAME_SHARE = 0.03
-"""Layouts whose steps differ by less than this are as good as equal: predictions are no better, and fewer cuts are simpler."""
+"""Layouts whose step times differ by less than this share count as equal: predictions are no
+more precise, and less partitioning is simpler."""
 
 PATIENCE = 200
-"""Choices that are opened after the fastest is known, for the rest of the table; after that only simpler ones as good as the
-best."""
+"""Choices expanded for the rest of the table after the fastest is known. After that, only
+simpler ones that are as fast as the best."""
 
 MORE_PATIENCE = 4
-"""Times so many choices are opened while fewer layouts were met than the table has rows: where little fits, few are."""
+"""Factor of `PATIENCE` while the search has found fewer layouts than the table has rows, as few
+fit."""
 
 
 @dataclass
 class Found:
-    """What a search found, best first, one prediction per `key_of`; and how much of the space it had to look at."""
+    """Search result, best first, one prediction per `key_of`, and search statistics."""
 
     predictions: list[Prediction] = field(default_factory=list)
     num_proven: int = 0
-    """How many of the first predictions nothing that was left out can come before."""
+    """Number of leading predictions that no unexplored layout can precede."""
     num_predicted: int = 0
     num_too_large: int = 0
     least_bytes: float = float("inf")
-    """The smallest need among those that did not fit."""
+    """Smallest memory among candidates that did not fit."""
     with_room: Prediction | None = None
-    """The best with room for the error in memory, where the best of all is tight. Not necessarily among `predictions`."""
+    """Best layout within the memory margin, if the best of all is tight. Not necessarily among
+    `predictions`."""
 
     @property
     def chosen(self) -> Prediction | None:
-        """The layout to recommend. A tight one only where none has room for the error in memory."""
+        """Recommended layout. It is tight only if no layout fits with the memory margin."""
         return self.with_room or self.best
 
     @property
     def best(self) -> Prediction | None:
-        """The fewest cuts among those within `SAME_SHARE` of the fastest; of equal ones the fastest."""
+        """Layout with the least partitioning among those within `SAME_SHARE` of the fastest; of
+        equal ones the fastest."""
         if not self.predictions:
             return None
         limit = self.predictions[0].time.step * (1 + SAME_SHARE)
-        near = [prediction for prediction in self.predictions if prediction.time.step <= limit]
-        return min(near, key=lambda prediction: (num_cuts(prediction.candidate), prediction.time.step))
+        fastest = [prediction for prediction in self.predictions if prediction.time.step <= limit]
+        return min(fastest, key=lambda prediction: (num_cuts(prediction.candidate), prediction.time.step))
 
 
 def num_cuts(candidate: Candidate) -> tuple[int, int, int, int]:
-    """How much a candidate is cut: axes of model parallelism in use, over how many ranks together, ZeRO's stage, recomputation."""
+    """Return a candidate's complexity: axes of model parallelism in use, the product of their
+    degrees, ZeRO stage, recomputation."""
     layout = candidate.layout
     degrees = (layout.pp, layout.tp, layout.cp, layout.ep)
-    model = sum(degree > 1 for degree in degrees)
-    return model, prod(degrees), layout.zero_stage, ("none", "selective", "full").index(candidate.recompute)
+    num_axes = sum(degree > 1 for degree in degrees)
+    return num_axes, prod(degrees), layout.zero_stage, ("none", "selective", "full").index(candidate.recompute)
 
 
 def key_of(candidate: Candidate) -> tuple[int, ...]:
-    """What makes two candidates different layouts in a table: the degrees and ZeRO's stage, not their details."""
+    """Return the key that distinguishes layouts in the table: degrees and ZeRO stage, without
+    details."""
     layout = candidate.layout
     return layout.pp, layout.tp, layout.cp, layout.ep, layout.zero_stage
 
 
 def search(predictor: Predictor, question: Question, *, top: int = 10, patience: int = PATIENCE) -> Found:
-    """The best layout that fits, and the simplest that is as good, proven; and the next best, `top` of them. Where that best one
-    is tight, the best with room for the error in memory is searched for, too.
+    """Find the best layout that fits and the simplest equally good one, with proof, and `top`
+    layouts in total.
+
+    If the best one is tight, also find the best one within the memory margin.
 
     Args:
-        patience: choices that are opened for the rest of the table once the best is known; when they are used up, the table is
-            filled with what was predicted on the way. `Found.num_proven` says where the proof ends.
+        patience: choices expanded for the rest of the table once the best is known. After that,
+            earlier predictions fill the table. `Found.num_proven` is the number of proven rows.
     """
     with _no_collection():
-        found = _Search(predictor, question, predictor.capacity).run(top, patience)
-        if found.best is not None and found.best.is_tight:
-            # A search of its own: of one key the fastest may be tight, and another micro batch or recomputation may not.
+        result = _Search(predictor, question, predictor.capacity).run(top, patience)
+        if result.best is not None and result.best.is_tight:
+            # A separate search: the fastest of a key may be tight while another micro-batch or
+            # recomputation is not.
             capacity = predictor.capacity / (1 + MEMORY_ERROR_SHARE)
             best = _Search(predictor, question, capacity).run(1, patience).best
-            found.with_room = next((known for known in found.predictions if known == best), best)
-        return found
+            result.with_room = next((prediction for prediction in result.predictions if prediction == best), best)
+        return result
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's collector of cycles held back: a search makes none, and hundreds of thousands of values that last until its end,
-    which the collector would walk through again and again (a fifth of all time at 16,384 devices)."""
+    """Disable Python's cyclic garbage collector during a search.
+
+    A search creates no cycles, but hundreds of thousands of values that live until its end,
+    which the collector would traverse again and again (a fifth of all time at 16,384 devices).
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -123,11 +139,14 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Search:
-    """One search; `heap` holds (bound, cuts, number, what to do when it is the least)."""
+    """State of one search. `heap` entries are (bound, axes in use, counter, function that
+    expands the choice)."""
 
     def __init__(self, predictor: Predictor, question: Question, capacity: float) -> None:
         self.capacity = capacity
-        self.predictor, self.question, self.facts = predictor, question, predictor.facts
+        self.predictor = predictor
+        self.question = question
+        self.facts = predictor.facts
         self.space = Space(predictor.facts, question, predictor.cluster.domain_size)
         self.found = Found()
         self._growth, self._fixed = overhead_of(predictor, question.num_gpus)
@@ -148,24 +167,24 @@ class _Search:
     def run(self, top: int, patience: int) -> Found:
         for alike in self.space.degrees():
             self._push_roughly(alike)
-        left = patience
+        remaining = patience
         while self._heap:
-            bound, cuts, _, open_ = heapq.heappop(self._heap)
+            bound, num_axes, _, expand = heapq.heappop(self._heap)
             if self._done:
-                near = bound <= next(iter(self._done.values())).time.step * (1 + SAME_SHARE)
-                spent = left < 0 and (len(self._seen) >= top or left < (1 - MORE_PATIENCE) * patience)
-                full = spent or len(self._done) >= top
-                if full and not near:
+                is_equal = bound <= next(iter(self._done.values())).time.step * (1 + SAME_SHARE)
+                is_exhausted = remaining < 0 and (len(self._seen) >= top or remaining < (1 - MORE_PATIENCE) * patience)
+                is_complete = is_exhausted or len(self._done) >= top
+                if is_complete and not is_equal:
                     break
-                if spent and self._best_cuts is not None and cuts >= self._best_cuts:
+                if is_exhausted and self._best_cuts is not None and num_axes >= self._best_cuts:
                     continue  # neither faster nor simpler
-                left -= 1
-            open_()
-        # What was predicted but has not come up in its turn follows: good, though others as good may not have been looked at.
+                remaining -= 1
+            expand()
+        # Predictions that were not proven follow: equally good ones may be unexplored.
         table = self._done | {key: prediction for key, prediction in self._seen.items() if key not in self._done}
         self.found.predictions = sorted(table.values(), key=lambda prediction: prediction.time.step)
         self.found.num_proven = len(self._done)
-        self._heap.clear()  # what was never opened refers back to this search: let go of it without the collector of cycles
+        self._heap.clear()  # break the reference cycles without the collector
         return self.found
 
     def _push(self, seconds: float, degrees: Degrees, open_: Callable[[], None]) -> None:
@@ -174,20 +193,25 @@ class _Search:
     def _push_at(self, seconds: float, degrees: Degrees, open_: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (seconds, degrees.cuts, next(self._numbers), open_))
 
-    # 0 and 1: degrees, with micro batches; what recomputation, tp and cp can save at most
+    # Levels 0 and 1: degrees and micro-batches; minimum over recomputation and methods of tp
+    # and cp.
 
     def _push_roughly(self, alike: tuple[Degrees, ...]) -> None:
-        """Degrees that differ in their micro batch, before memory is asked: by what rows cost that all go at once, which few costs
-        say of all pipelines. Most degrees never come up again."""
+        """Push degrees that differ in their micro-batch, before any memory check.
+
+        The bound is the cost of all rows in one micro-batch, for which a few costs suffice for
+        all pipelines. Most degrees are never expanded.
+        """
         rows = self.question.global_batch_size
         if len(alike) == 1 or rows is None or self.predictor.cluster.profile is not None:
-            self._open_alike(alike)  # measured rates may be anything
+            self._open_alike(alike)  # measured rates need not be monotonic, so no bound holds
             return
-        most = alike[-1]._replace(micro_batch=rows)
-        self._push(self._least(alike, most), most, partial(self._push_alike, alike))
+        whole_batch = alike[-1]._replace(micro_batch=rows)
+        self._push(self._least(alike, whole_batch), whole_batch, partial(self._push_alike, alike))
 
     def _push_alike(self, alike: tuple[Degrees, ...]) -> None:
-        """The same with the largest micro batch that fits: more rows at once never cost more each, so one bound holds for all."""
+        """Push these degrees with the bound of the largest micro-batch that fits. A larger one
+        never costs more per row, so this bound holds for all."""
         largest = next((degrees for degrees in reversed(alike) if self._may_fit(degrees)), None)
         if largest is None:
             return
@@ -195,70 +219,74 @@ class _Search:
         self._push(self._least(alike, largest), largest, partial(self._open_alike, fitting))
 
     def _least(self, alike: tuple[Degrees, ...], largest: Degrees) -> float:
-        """Seconds of any of them at least, by what a row costs in the largest micro batch."""
-        costs, rows = self._costs_of(largest, PLAIN), alike[0].micro_batch * alike[0].accumulation
-        share = alike[0].micro_batch / largest.micro_batch  # of the largest one's time: a first micro-batch as small as may be
+        """Return the minimum seconds of all variants, from the cost per row of the largest
+        micro-batch."""
+        costs = self._costs_of(largest, PLAIN)
+        rows = alike[0].micro_batch * alike[0].accumulation
+        # Of the largest one's time: the first micro-batch may be the smallest.
+        share = alike[0].micro_batch / largest.micro_batch
         pipelines = self._apart(alike)
         return min((bounds.seconds(costs, rows / largest.micro_batch, share) for bounds in pipelines), default=float("inf"))
 
     def _apart(self, alike: tuple[Degrees, ...]) -> list[PipelineBounds]:
-        """Pipelines of any of the micro batches, each set of stages once."""
+        """List the distinct pipeline bounds of all micro-batch variants."""
         key = (alike[0].pp, tuple(degrees.accumulation for degrees in alike))
-        found = self._any_schedule.get(key)
-        if found is None:
-            every = [pipelines for degrees in alike if (pipelines := self._pipelines(degrees)) is not None]
-            found = self._any_schedule[key] = list({b.key: b for pipelines in every for b in pipelines.apart}.values())
-        return found
+        bounds = self._any_schedule.get(key)
+        if bounds is None:
+            options = [pipelines for degrees in alike if (pipelines := self._pipelines(degrees)) is not None]
+            bounds = self._any_schedule[key] = list({b.key: b for pipelines in options for b in pipelines.apart}.values())
+        return bounds
 
     def _open_alike(self, alike: tuple[Degrees, ...]) -> None:
         for degrees in alike:
             pipelines = self._pipelines(degrees)
             if pipelines is not None and self._may_fit(degrees):
                 costs = self._costs_of(degrees, PLAIN)
-                least = min(bounds.seconds(costs, degrees.accumulation) for bounds in pipelines.apart)
-                self._push(least, degrees, partial(self._open_degrees, degrees, pipelines))
+                min_seconds = min(bounds.seconds(costs, degrees.accumulation) for bounds in pipelines.apart)
+                self._push(min_seconds, degrees, partial(self._open_degrees, degrees, pipelines))
 
     def _may_fit(self, degrees: Degrees) -> bool:
         pipelines = self._pipelines(degrees)
         if pipelines is None:
             return False
         key = (degrees.tp, degrees.cp, degrees.micro_batch)
-        leanest = self._leanest.get(key)
-        if leanest is None:
-            ways = [PLAIN._replace(recompute=recompute) for recompute in self.question.recomputes]
-            leanest = self._leanest[key] = [self._kept_of(degrees, way) for way in ways]
-        kept = min(each.least(pipelines.passes) for each in leanest)
-        return self._fits_live(degrees, kept) and self._fits_live(
-            degrees, self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + kept
+        alternatives = self._leanest.get(key)
+        if alternatives is None:
+            executions = [PLAIN._replace(recompute=recompute) for recompute in self.question.recomputes]
+            alternatives = self._leanest[key] = [self._kept_of(degrees, execution) for execution in executions]
+        activation_bytes = min(alternative.least(pipelines.passes) for alternative in alternatives)
+        return self._fits_live(degrees, activation_bytes) and self._fits_live(
+            degrees, self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss + activation_bytes
         )
 
-    # 2: recomputation, and how tp and cp talk
+    # Level 2: recomputation, methods of tp and cp.
 
     def _open_degrees(self, degrees: Degrees, pipelines: Pipelines) -> None:
         if self._is_settled(degrees):
             return
-        # The first rank, whatever the schedule deals it; with everything sharded, before the other ways are asked.
+        # The first rank's minimum over schedules with everything sharded, before the individual
+        # options.
         standing = self._standing_of(degrees, pipelines.first, self.space.most_sharded(degrees)).at_loss
         for how in self.space.hows(degrees):
-            kept = self._kept_of(degrees, how)
-            least = kept.least(pipelines.passes)
-            if self._fits_live(degrees, standing + least):
+            activations = self._kept_of(degrees, how)
+            min_bytes = activations.least(pipelines.passes)
+            if self._fits_live(degrees, standing + min_bytes):
                 costs = self._costs_of(degrees, how)
                 bounds = {each.key: each.bound(costs, degrees.accumulation) for each in pipelines.apart}
                 seconds = min(bound.seconds for bound in bounds.values())
-                so_far = ChosenHow(degrees, how, pipelines, costs, kept, least, bounds)
-                self._push(seconds, degrees, partial(self._open_how, so_far))
+                choice = ChosenHow(degrees, how, pipelines, costs, activations, min_bytes, bounds)
+                self._push(seconds, degrees, partial(self._open_how, choice))
 
     def _pipelines(self, degrees: Degrees) -> Pipelines | None:
-        """The schedules that can run; None where there is none."""
+        """Return the schedules that can run, None if there are none."""
         key = (degrees.pp, degrees.accumulation)
         if key not in self._schedules:
-            each = []
+            options = []
             for name, virtual in schedules_for(self.facts, degrees.pp, degrees.accumulation):
                 candidate = self.space.candidate(degrees, PLAIN, schedule=(name, virtual))
                 pipeline = self.predictor.pipeline(candidate)
-                each.append(Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
-            self._schedules[key] = with_least(each, alone=degrees.pp == 1) if each else None
+                options.append(Scheduled(self._bounds_of(pipeline), pipeline.load_of(0), name, virtual))
+            self._schedules[key] = with_least(options, alone=degrees.pp == 1) if options else None
         return self._schedules[key]
 
     def _bounds_of(self, pipeline: PipelineShape) -> PipelineBounds:
@@ -267,65 +295,68 @@ class _Search:
 
     def _costs_of(self, degrees: Degrees, how: How) -> LayerCosts:
         key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch, how)
-        found = self._costs.get(key)
-        if found is None:
-            found = self._costs[key] = self.predictor.layer_costs(self.space.candidate(degrees, how))
-        return found
+        costs = self._costs.get(key)
+        if costs is None:
+            costs = self._costs[key] = self.predictor.layer_costs(self.space.candidate(degrees, how))
+        return costs
 
     def _kept_of(self, degrees: Degrees, how: How) -> Kept:
         key = (degrees.tp, degrees.cp, degrees.micro_batch, how)
-        found = self._kept.get(key)
-        if found is None:
+        activations = self._kept.get(key)
+        if activations is None:
             candidate = self.space.candidate(degrees, how)
             layers = [layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds]
-            made = tuple(layer.rebuilt + layer.gradients for layer in layers)
-            found = self._kept[key] = Kept(tuple(layer.kept for layer in layers), made)
-        return found
+            backward_bytes = tuple(layer.rebuilt + layer.gradients for layer in layers)
+            activations = self._kept[key] = Kept(tuple(layer.kept for layer in layers), backward_bytes)
+        return activations
 
-    # 3: ZeRO
+    # Level 3: ZeRO.
 
     def _open_how(self, chosen: ChosenHow) -> None:
         degrees = chosen.degrees
         if self._is_settled(degrees):
             return
-        every = together(list(chosen.bounds.values()))
+        merged = together(list(chosen.bounds.values()))
         for sharding in self.space.shardings(degrees):
             standing = self._standing_of(degrees, chosen.pipelines.first, sharding).at_loss
             if self._is_done(degrees, sharding) or not self._fits_live(degrees, standing + chosen.least_kept):
                 continue
-            moving, after = self._data_bound(degrees, sharding, every.layers).seconds(degrees.accumulation, every)
-            seconds = every.seconds + moving + after
-            self._push(seconds, degrees, partial(self._open_sharding, chosen, sharding, moving, after))
+            weight_seconds, exposed_seconds = self._data_bound(degrees, sharding, merged.layers).seconds(
+                degrees.accumulation, merged
+            )
+            seconds = merged.seconds + weight_seconds + exposed_seconds
+            self._push(seconds, degrees, partial(self._open_sharding, chosen, sharding, weight_seconds, exposed_seconds))
 
     def _data_bound(self, degrees: Degrees, sharding: Sharding, least: tuple[int, ...]) -> DataBound:
         key = (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding, least)
-        found = self._data.get(key)
-        if found is None:
-            found = self._data[key] = DataBound(self.predictor, self.space.candidate(degrees, PLAIN, sharding), least)
-        return found
+        bound = self._data.get(key)
+        if bound is None:
+            bound = self._data[key] = DataBound(self.predictor, self.space.candidate(degrees, PLAIN, sharding), least)
+        return bound
 
     def _standing_of(self, degrees: Degrees, load: StageLoad, sharding: Sharding) -> Standing:
-        """What a rank holds between steps."""
+        """Return the cached memory of a rank that persists between steps."""
         key = (degrees.tp, degrees.cp, degrees.ep, degrees.data, degrees.accumulation > 1, load.layers, load.head, sharding)
-        found = self._standing.get(key)
-        if found is None:
-            found = self._standing[key] = standing_of(self.facts, self.space.candidate(degrees, PLAIN, sharding), load)
-        return found
+        memory = self._standing.get(key)
+        if memory is None:
+            memory = self._standing[key] = standing_of(self.facts, self.space.candidate(degrees, PLAIN, sharding), load)
+        return memory
 
     def _is_done(self, degrees: Degrees, sharding: Sharding) -> bool:
         return (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding.zero_stage) in self._done
 
     def _is_settled(self, degrees: Degrees) -> bool:
-        """Whether the best of every ZeRO stage is known for these degrees."""
+        """Return True if the best layout of every ZeRO stage is known for these degrees."""
         key = degrees[:4]
         return all((*key, zero) in self._done for zero in self.question.zero_stages)
 
     def _fits_live(self, degrees: Degrees, num_bytes: float) -> bool:
-        """Whether so many live bytes fit beside what the allocator and the driver hold in any case."""
+        """Return True if `num_bytes` live bytes fit beside the minimum reserve of allocator and
+        driver."""
         efficiency = self.predictor.efficiency
         communicators = efficiency.communicator_bytes * (degrees.cuts + (degrees.data > 1))
-        beside = efficiency.reserve_bytes + efficiency.context_bytes + communicators
-        return self._fits(num_bytes * (1 + efficiency.reserve_share) + beside)
+        overhead_bytes = efficiency.reserve_bytes + efficiency.context_bytes + communicators
+        return self._fits(num_bytes * (1 + efficiency.reserve_share) + overhead_bytes)
 
     def _fits(self, num_bytes: float) -> bool:
         if num_bytes <= self.capacity:
@@ -334,7 +365,7 @@ class _Search:
         self.found.least_bytes = min(self.found.least_bytes, num_bytes)
         return False
 
-    # 4: schedule
+    # Level 4: schedule.
 
     def _open_sharding(self, chosen: ChosenHow, sharding: Sharding, moving: float, after: float) -> None:
         degrees = chosen.degrees
@@ -342,12 +373,12 @@ class _Search:
             return
         for scheduled in chosen.pipelines.each:
             load = scheduled.first
-            kept = chosen.kept.least(tuple(load.in_flight * count for count in load.layers))
-            if self._fits_live(degrees, self._standing_of(degrees, load, sharding).at_loss + kept):
+            activation_bytes = chosen.kept.least(tuple(load.in_flight * count for count in load.layers))
+            if self._fits_live(degrees, self._standing_of(degrees, load, sharding).at_loss + activation_bytes):
                 seconds = chosen.bounds[scheduled.bounds.key].seconds + moving + after
                 self._push(seconds, degrees, partial(self._open_schedule, chosen, sharding, scheduled, after))
 
-    # 5: everything
+    # Level 5: complete candidates.
 
     def _open_schedule(self, chosen: ChosenHow, sharding: Sharding, scheduled: Scheduled, after: float) -> None:
         if self._is_done(chosen.degrees, sharding):
@@ -359,14 +390,14 @@ class _Search:
         standing = self._standing_of(chosen.degrees, scheduled.first, sharding)
         if not self._fits(predict_memory(self.facts, candidate, scheduled.first, self.predictor.efficiency, standing).total):
             return
-        open_ = partial(self._open_candidate, chosen.degrees, candidate, chosen.costs)
+        expand = partial(self._open_candidate, chosen.degrees, candidate, chosen.costs)
         if candidate.layout.pp > 1 and self._heap:
-            # What was simulated before may say that others come first.
+            # Earlier simulations of the schedule may prove that other choices come first.
             seconds = (self.predictor.pass_bound(candidate, chosen.costs) + after) * self._growth + self._fixed
             if seconds > self._heap[0][0]:
-                self._push_at(seconds, chosen.degrees, open_)
+                self._push_at(seconds, chosen.degrees, expand)
                 return
-        open_()
+        expand()
 
     def _open_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, bounded: bool = False) -> None:
         if key_of(candidate) in self._done:
@@ -387,9 +418,10 @@ class _Search:
         self._push_at(prediction.time.step, degrees, partial(self._finish, prediction))
 
     def _finish(self, prediction: Prediction) -> None:
-        """The least of all that is left: the best of its key."""
+        """Record a prediction that precedes everything left in the heap: the best of its
+        key."""
         self._done.setdefault(key_of(prediction.candidate), prediction)
         fastest = next(iter(self._done.values()))
         if prediction.time.step <= fastest.time.step * (1 + SAME_SHARE):
-            cuts = num_cuts(prediction.candidate)[0]
-            self._best_cuts = cuts if self._best_cuts is None else min(cuts, self._best_cuts)
+            num_axes = num_cuts(prediction.candidate)[0]
+            self._best_cuts = num_axes if self._best_cuts is None else min(num_axes, self._best_cuts)

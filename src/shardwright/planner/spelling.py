@@ -1,7 +1,7 @@
-"""What tables of measurements mean by their fields, however they spell it: one spelling for each meaning, "" where none is stated.
+"""Normalised fields of measurement tables: one spelling per value, "" if unstated.
 
-Tables of others write `8,192`, `8k`, `4M tokens`, `BF16`, `bf16-mixed`, `ZeRO-3`, `True`, `n/a` or nothing. What cannot be read is
-taken as unstated, as an empty field is. Torch-free.
+Other tables contain `8,192`, `8k`, `4M tokens`, `BF16`, `bf16-mixed`, `ZeRO-3`, `True`, `n/a`
+or nothing. Unreadable values count as unstated, like empty fields.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ _NUMBER = re.compile(r"^~?\s*([0-9][0-9,_ ]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([
 
 
 def _first_meaning(word: str, meanings: Iterable[tuple[str, str]], otherwise: str) -> str:
-    """What the first pattern that is found in the word stands for."""
+    """Return the meaning of the first pattern that matches the word."""
     return next((meaning for pattern, meaning in meanings if re.search(pattern, word)), otherwise)
 
 
 def spell_number(text: str, *, powers_of_two: bool = False) -> str:
-    """A number in digits; "" where there is none above zero. `powers_of_two`: k is 1,024, as lengths of rows are counted.
+    """Return a number in digits, "" unless it is positive. With `powers_of_two`, k is 1,024, as
+    for sequence lengths.
 
-    >>> spell_number("8,192"), spell_number("8K", powers_of_two=True), spell_number("4M tokens"), spell_number("n/a")
-    ('8192', '8192', '4000000', '')
+    >>> spell_number("8,192"), spell_number("4M tokens"), spell_number("n/a")
+    ('8192', '4000000', '')
+    >>> spell_number("8K", powers_of_two=True)
+    '8192'
     """
-    found = _NUMBER.match(text.strip().lower())
-    if found is None:
+    match = _NUMBER.match(text.strip().lower())
+    if match is None:
         return ""
-    value = float(re.sub(r"[,_ ]", "", found[1])) * _SCALES[found[2]]
-    if powers_of_two and found[2] == "k":
+    value = float(re.sub(r"[,_ ]", "", match[1])) * _SCALES[match[2]]
+    if powers_of_two and match[2] == "k":
         value *= 1.024
     return f"{value:.12g}" if value > 0 else ""
 
 
 def spell_billions(text: str) -> str:
-    """Parameters in billions: `70b`, `70`, `70e9` and `7,000,000,000` alike.
+    """Return parameters in billions, from `70b`, `70`, `70e9` or `7,000,000,000`.
 
-    >>> spell_billions("70B"), spell_billions("1.34"), spell_billions("8e9"), spell_billions("350M")
-    ('70', '1.34', '8', '0.35')
+    >>> [spell_billions(text) for text in ("70B", "1.34", "8e9", "350M")]
+    ['70', '1.34', '8', '0.35']
     """
     number = spell_number(text)
     value = float(number or 0)
@@ -45,25 +48,31 @@ def spell_billions(text: str) -> str:
 
 
 def spell_yes_no(text: str) -> str:
-    """`yes` or `no`, also by the name of an attention kernel.
+    """Return `yes` or `no`, also for the name of an attention kernel.
 
-    >>> [spell_yes_no(text) for text in ("True", "off", "flash-attn 2", "no flash attention", "yes (SDPA)", "unknown")]
+    >>> texts = ("True", "off", "flash-attn 2", "no flash attention", "yes (SDPA)", "unknown")
+    >>> [spell_yes_no(text) for text in texts]
     ['yes', 'no', 'yes', 'no', 'yes', '']
     """
     word = text.strip().lower()
     if re.match(r"(no|n|false|0|0\.0|off|none|disabled|without|w/o|eager|math|naive|vanilla)\b", word):
         return "no"
-    kernels = r"(fa|flash|v)[-_ ]*(attn|attention)?[-_ ]*v?[123]?\b|sdpa|xformers|memory.efficient|torch\.?compile|te$|cudnn|triton"
+    kernels = (
+        r"(fa|flash|v)[-_ ]*(attn|attention)?[-_ ]*v?[123]?\b"
+        r"|sdpa|xformers|memory.efficient|torch\.?compile|te$|cudnn|triton"
+    )
     return "yes" if re.match(rf"(yes|y|true|1|1\.0|on|enabled)\b|{kernels}", word) else ""
 
 
 def spell_recompute(text: str) -> str:
-    """`none`, `selective` or `full`.
+    """Return `none`, `selective` or `full`.
 
-    >>> [spell_recompute(text) for text in ("True", "off", "Selective", "full-uniform", "gradient checkpointing", "unknown")]
+    >>> texts = ("True", "off", "Selective", "full-uniform", "gradient checkpointing", "unknown")
+    >>> [spell_recompute(text) for text in texts]
     ['full', 'none', 'selective', 'full', 'full', '']
-    >>> spell_recompute("no activation checkpointing"), spell_recompute("gradient_checkpointing=False")
-    ('none', 'none')
+    >>> texts = ("no activation checkpointing", "gradient_checkpointing=False")
+    >>> [spell_recompute(text) for text in texts]
+    ['none', 'none']
     """
     word = text.strip().lower()
     meanings = (
@@ -75,9 +84,11 @@ def spell_recompute(text: str) -> str:
 
 
 def spell_precision(text: str) -> str:
-    """`fp64`, `fp32`, `bf16`, `fp16`, `fp8` or `nvfp4`; mixed precisions go by what they multiply in.
+    """Return `fp64`, `fp32`, `bf16`, `fp16`, `fp8` or `nvfp4`. Mixed precision counts as the
+    precision of its matmuls.
 
-    >>> [spell_precision(text) for text in ("BF16", "bf16-mixed", "FP8-MX", "NVFP4", "half", "tf32", "amp")]
+    >>> texts = ("BF16", "bf16-mixed", "FP8-MX", "NVFP4", "half", "tf32", "amp")
+    >>> [spell_precision(text) for text in texts]
     ['bf16', 'bf16', 'fp8', 'nvfp4', 'fp16', 'fp32', '']
     """
     word = text.strip().lower()
@@ -93,16 +104,18 @@ def spell_precision(text: str) -> str:
 
 
 def spell_zero_stage(text: str) -> str:
-    """`0` to `3`; what is fully sharded is 3, what is replicated 0.
+    """Return `0` to `3`: 3 if fully sharded, 0 if replicated.
 
-    >>> [spell_zero_stage(text) for text in ("ZeRO-3", "3.0", "FSDP", "DDP", "distributed optimizer", "unknown")]
+    >>> texts = ("ZeRO-3", "3.0", "FSDP", "DDP", "distributed optimizer", "unknown")
+    >>> [spell_zero_stage(text) for text in texts]
     ['3', '3', '3', '0', '1', '']
-    >>> [spell_zero_stage(text) for text in ("FSDP2", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZeRO++", "stage2_offload")]
+    >>> texts = ("FSDP2", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZeRO++", "stage2_offload")
+    >>> [spell_zero_stage(text) for text in texts]
     ['3', '3', '2', '0', '3', '2']
     """
     word = re.sub(r"fsdp[ _-]?v?[12]\b", "fsdp", text.strip().lower())
-    if found := re.search(r"[0-3](?![0-9])", re.sub(r"\.0$", "", word)):
-        return found[0]
+    if match := re.search(r"[0-3](?![0-9])", re.sub(r"\.0$", "", word)):
+        return match[0]
     meanings = (
         (r"grad", "2"),
         (r"fsdp|hsdp|full|hybrid|zero(\+\+|-inf)|mics", "3"),
@@ -113,7 +126,8 @@ def spell_zero_stage(text: str) -> str:
 
 
 def spell_task(text: str) -> str:
-    """`lora`, `qlora`, `dpo` (held to a reference) and `rollouts`; every other task trains all weights on rows as they are.
+    """Return `lora`, `qlora`, `dpo` (with a reference model) or `rollouts`. All other tasks
+    train all weights on given rows.
 
     >>> [spell_task(text) for text in ("LoRA SFT", "Q-LoRA", "pretraining", "DPO", "GRPO")]
     ['lora', 'qlora', 'pretraining', 'dpo', 'rollouts']
@@ -129,18 +143,19 @@ def spell_task(text: str) -> str:
 
 
 def spell_accelerator(text: str) -> str:
-    """The name without a count before or behind it: `8x H100` is H100; "" where it is not stated.
+    """Return the name without a count: `8x H100` is H100. "" if unstated.
 
-    >>> [spell_accelerator(text) for text in ("8xH100-80GB", "A100", "1 x A10 (24GB)", "NVIDIA H100 × 8", "16 A100 GPUs", "n/a")]
-    ['H100-80GB', 'A100', 'A10 (24GB)', 'NVIDIA H100', 'A100 GPUs', '']
+    >>> texts = ("8xH100-80GB", "1 x A10 (24GB)", "NVIDIA H100 × 8", "16 A100 GPUs", "n/a")
+    >>> [spell_accelerator(text) for text in texts]
+    ['H100-80GB', 'A10 (24GB)', 'NVIDIA H100', 'A100 GPUs', '']
     """
     name = re.sub(r"^\s*\d+\s*(?:[xX*×]\s*|\s+(?=[A-Za-z]))|\s+[xX*×]\s*\d+\s*$", "", text).strip()
     return "" if re.fullmatch(r"n/?a|none|unknown|unspecified|not (stated|reported)|[-?]*", name.lower()) else name
 
 
 _WHOLE = (
-    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "num_experts", "top_k", "gpus", "gpus_per_node", "tp", "pp",
-    "cp", "ep", "dp", "virtual_pp", "micro_batch", "global_batch",
+    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "num_experts", "top_k", "gpus",
+    "gpus_per_node", "tp", "pp", "cp", "ep", "dp", "virtual_pp", "micro_batch", "global_batch",
 )  # fmt: skip
 _SPELLED: dict[str, Callable[[str], str]] = {
     **dict.fromkeys(_WHOLE, spell_number),
@@ -156,13 +171,15 @@ _SPELLED: dict[str, Callable[[str], str]] = {
     "task": spell_task,
 }
 _MOST_ROWS = 1 << 18
-"""A global batch above this counts tokens, whatever it says: no run has had so many rows in a step."""
+"""A larger global batch counts tokens, whatever it states: no run had that many rows per
+step."""
 
 
 def spell_row(row: Mapping[str, str]) -> dict[str, str]:
-    """The row with every field that has several spellings in one; others as they are."""
-    spelled = {name: _SPELLED[name](text) if name in _SPELLED else text for name, text in row.items()}
-    batch, length = float(spelled.get("global_batch") or 0), float(spelled.get("seq_len") or 0)
+    """Return the row with normalised fields. Fields without a normaliser stay unchanged."""
+    normalised = {name: _SPELLED[name](text) if name in _SPELLED else text for name, text in row.items()}
+    batch = float(normalised.get("global_batch") or 0)
+    length = float(normalised.get("seq_len") or 0)
     if batch and ("token" in row["global_batch"].lower() or batch > _MOST_ROWS):
-        spelled["global_batch"] = str(max(1, round(batch / length))) if length else ""
-    return spelled
+        normalised["global_batch"] = str(max(1, round(batch / length))) if length else ""
+    return normalised

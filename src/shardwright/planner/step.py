@@ -1,9 +1,8 @@
-"""Seconds of one optimizer step by part: every stage's passes, the pipeline's own order of them, the data ranks' traffic, the
-update.
+"""Seconds of one optimizer step: stage passes, schedule, communication, update.
 
-Torch-free. What one micro-batch costs a stage is a sum over its layers; how the stages' passes wait for one another is
-simulated on the
-very schedule that will run (`planner.pipeline`); traffic of the data ranks hides behind what a stage computes, as far as it fits.
+The cost of a micro-batch on a stage is a sum over its layers. The waiting between stages is
+simulated on the schedule that will run (`planner.pipeline`). Data-parallel communication
+overlaps with the compute of a stage as far as it fits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from shardwright.planner.traffic import NOTHING, DataTraffic, Traffic, data_traf
 
 
 class _Passes(NamedTuple):
-    """One micro-batch through one stage: seconds of compute and traffic, forward and backward."""
+    """Seconds of one micro-batch on one stage: compute and communication, forward and
+    backward."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -35,7 +35,7 @@ class _Passes(NamedTuple):
 
     @property
     def seconds(self) -> StageSeconds:
-        """As the schedule sees it."""
+        """Seconds for the schedule's simulation, with exposed communication."""
         return StageSeconds(
             self.forward + self.traffic_forward.exposed,
             self.backward + self.traffic_backward.exposed,
@@ -44,38 +44,53 @@ class _Passes(NamedTuple):
 
 
 class LayerCosts:
-    """What one micro-batch costs the layers and the ends: the part of a candidate's cost that neither pp, ZeRO nor accumulation
-    changes."""
+    """Costs of layers, embedding and head for one micro-batch: the part of a candidate's cost
+    that is independent of pp, ZeRO and accumulation."""
 
     def __init__(self, facts: ModelFacts, candidate: Candidate, rates: Rates, network: Network) -> None:
         groups = groups_of(candidate.layout)
         self.layers: list[tuple[LayerSeconds, Traffic, Traffic]] = []
         for kind in facts.kinds:
             seconds = layer_seconds(facts, kind, candidate, rates)
-            going, coming = layer_traffic(facts, kind, candidate, network, groups, seconds)
-            self.layers.append((seconds.awaiting_host(going.exposed, coming.exposed), going, coming))
+            forward_traffic, backward_traffic = layer_traffic(facts, kind, candidate, network, groups, seconds)
+            self.layers.append(
+                (seconds.awaiting_host(forward_traffic.exposed, backward_traffic.exposed), forward_traffic, backward_traffic)
+            )
         self.embedding, self.head = end_seconds(facts, candidate, rates)
         self.end_forward, self.end_backward = end_traffic(facts, candidate, network, groups)
         per_layer = [kind.count * seconds.total for kind, (seconds, _, _) in zip(facts.kinds, self.layers, strict=True)]
         self.compute = sum(per_layer) + self.embedding + self.head
-        """Seconds of a micro-batch through the whole model, traffic left out."""
-        exposed = (kind.count * (go.exposed + come.exposed) for kind, (_, go, come) in zip(facts.kinds, self.layers, strict=True))
+        """Compute seconds of a micro-batch through the whole model."""
+        exposed = (
+            kind.count * (forward.exposed + backward.exposed)
+            for kind, (_, forward, backward) in zip(facts.kinds, self.layers, strict=True)
+        )
         self.total = self.compute + sum(exposed) + (self.end_forward + self.end_backward if candidate.layout.tp > 1 else 0.0)
-        """The same with the traffic of tp, cp and ep."""
-        slowed = network.efficiency.contention
-        self.going = tuple(seconds.forward + going.exposed + slowed * going.hidden for seconds, going, _ in self.layers)
-        back_up = (seconds.total - seconds.forward + back.exposed + slowed * back.hidden for seconds, _, back in self.layers)
-        self.both = tuple(map(float.__add__, self.going, back_up))
-        """Forward, and both passes, of a layer of each kind, with that traffic and what it slows down."""
+        """The same with the communication of tp, cp and ep."""
+        contention = network.efficiency.contention
+        self.going = tuple(
+            seconds.forward + forward_traffic.exposed + contention * forward_traffic.hidden
+            for seconds, forward_traffic, _ in self.layers
+        )
+        backward_seconds = (
+            seconds.total - seconds.forward + backward_part.exposed + contention * backward_part.hidden
+            for seconds, _, backward_part in self.layers
+        )
+        self.both = tuple(map(float.__add__, self.going, backward_seconds))
+        """Seconds of forward and backward of a layer of each kind, with exposed communication
+        and the slowdown by overlapped communication."""
 
 
 class StepCosts:
-    """What one candidate's layers cost; shared by all of its stages."""
+    """Costs of one candidate's layers, shared by all of its stages."""
 
     def __init__(
         self, facts: ModelFacts, candidate: Candidate, rates: Rates, network: Network, costs: LayerCosts | None = None
     ) -> None:
-        self.facts, self.candidate, self.rates, self.network = facts, candidate, rates, network
+        self.facts = facts
+        self.candidate = candidate
+        self.rates = rates
+        self.network = network
         self.groups = groups_of(candidate.layout)
         self._costs = costs
         self.waits = Traffic(tensor=_waits_in_pipeline(candidate.layout, network))
@@ -83,29 +98,31 @@ class StepCosts:
 
     @property
     def costs(self) -> LayerCosts:
-        """Of the layers; worked out when they are asked for."""
+        """Costs of the layers, computed on first use."""
         if self._costs is None:
             self._costs = LayerCosts(self.facts, self.candidate, self.rates, self.network)
         return self._costs
 
     def stage(self, layers: tuple[int, ...], *, embedding: bool, head: bool) -> _Passes:
-        """One micro-batch through a stage with so many layers of each kind."""
+        """Compute one micro-batch on a stage with `layers` of each kind."""
         forward = backward = weights = 0.0
         traffic_forward = traffic_backward = NOTHING
         costs = self.costs
-        for (seconds, going, coming), moving, count in zip(costs.layers, self.moving, layers, strict=True):
+        for (seconds, layer_forward, layer_backward), weight_seconds, count in zip(costs.layers, self.moving, layers, strict=True):
             if count:
-                forward += count * (seconds.forward + moving[0])
-                backward += count * (seconds.backward + seconds.recompute + moving[1])
+                forward += count * (seconds.forward + weight_seconds[0])
+                backward += count * (seconds.backward + seconds.recompute + weight_seconds[1])
                 weights += count * seconds.weight_gradient
-                if going is not NOTHING:
+                if layer_forward is not NOTHING:
                     waits = self.waits.times(count)
-                    traffic_forward = traffic_forward.plus(going.times(count)).plus(waits)
-                    traffic_backward = traffic_backward.plus(coming.times(count)).plus(waits)
+                    traffic_forward = traffic_forward.plus(layer_forward.times(count)).plus(waits)
+                    traffic_backward = traffic_backward.plus(layer_backward.times(count)).plus(waits)
         if embedding:
-            forward, backward = forward + costs.embedding / 2, backward + costs.embedding / 2
+            forward += costs.embedding / 2
+            backward += costs.embedding / 2
         if head:
-            # The loss makes its gradients in the forward pass; it is where the backward pass begins, so a schedule sees it there.
+            # The loss computes its gradients in the forward pass. It counts as backward, which
+            # starts there, as schedules expect.
             backward += costs.head
         if self.candidate.layout.tp > 1:
             ends = (embedding + head) / 2
@@ -115,43 +132,51 @@ class StepCosts:
 
 
 def passes_of(costs: StepCosts, pipeline: PipelineShape) -> tuple[list[StageSeconds], float]:
-    """Seconds of a micro-batch through each kind of stage (`StageCut.kinds`), and of a send to the next one."""
+    """Return seconds of a micro-batch on each kind of stage (`StageCut.kinds`), and of a send
+    to the next stage."""
     kinds = _kinds_of(costs, pipeline)
-    return [each.seconds for each in kinds], send_seconds(costs.facts, costs.candidate, costs.network, costs.groups)
+    return [stage_passes.seconds for stage_passes in kinds], send_seconds(costs.facts, costs.candidate, costs.network, costs.groups)
 
 
 def _kinds_of(costs: StepCosts, pipeline: PipelineShape) -> list[_Passes]:
-    # Most stages, and most ranks, are alike: each kind is worked out once.
+    # Most stages and ranks are equal: each kind is computed once.
     contention = costs.network.efficiency.contention
     stages = pipeline.cut.kinds
     return [_slowed(costs.stage(layers, embedding=embedding, head=head), contention) for layers, embedding, head in stages]
 
 
 Simulation = Callable[[PipelineShape, Sequence[StageSeconds], float], float]
-"""(pipeline, one micro-batch through each kind of stage, seconds of a send) -> seconds."""
+"""(pipeline, seconds of one micro-batch on each kind of stage, seconds of a send) -> seconds of
+all passes."""
 
 
 def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulation = simulate) -> TimeParts:
-    """Seconds of one optimizer step, by part, on the rank that takes longest.
+    """Predict the seconds of one optimizer step, by part, on the slowest rank.
 
-    `simulated` says how long the passes of all stages take: the simulation, or a bound of it, which gives a bound of the step.
+    `simulated` returns the time of all passes: the simulation, or a lower bound of it, which
+    yields a lower bound of the step.
     """
-    candidate, network, cut = costs.candidate, costs.network, pipeline.cut
+    candidate = costs.candidate
+    network = costs.network
+    partition = pipeline.cut
     kinds = _kinds_of(costs, pipeline)
-    seconds = [each.seconds for each in kinds]
-    num = candidate.gradient_accumulation_steps
+    seconds = [stage_kind.seconds for stage_kind in kinds]
+    num_micro_batches = candidate.gradient_accumulation_steps
     send = send_seconds(costs.facts, candidate, network, costs.groups)
     makespan = simulated(pipeline, seconds, send)
-    by_rank = {rank: _rank_parts(costs, pipeline, kinds, rank) for rank in cut.different_ranks}
-    busy = {rank: num * sum(seconds[cut.kind_of_stage[stage]].total for stage in cut.held[rank]) for rank in by_rank}
-    # The slowest rank is the one whose work and data traffic end last.
+    by_rank = {rank: _rank_parts(costs, pipeline, kinds, rank) for rank in partition.different_ranks}
+    busy = {
+        rank: num_micro_batches * sum(seconds[partition.kind_of_stage[stage]].total for stage in partition.held[rank])
+        for rank in by_rank
+    }
+    # The slowest rank is the one whose compute and data-parallel communication end last.
     slowest = max(by_rank, key=lambda rank: busy[rank] + by_rank[rank].data + by_rank[rank].optimizer)
     parts = by_rank[slowest]
-    sends = 2 * num * send * (1 - network.efficiency.pipeline_overlap) if pipeline.num_ranks > 1 else 0.0
+    sends = 2 * num_micro_batches * send * (1 - network.efficiency.pipeline_overlap) if pipeline.num_ranks > 1 else 0.0
     waiting = max(0.0, makespan - busy[slowest])
     pipeline_exposed = min(waiting, sends)
     reference = _reference_seconds(costs, pipeline, kinds)
-    spent = makespan + parts.data + parts.optimizer + reference
+    step_seconds = makespan + parts.data + parts.optimizer + reference
     nodes = max(1.0, candidate.layout.world_size / network.cluster.domain_size)
     return TimeParts(
         compute=parts.compute,
@@ -164,47 +189,58 @@ def predict_time(costs: StepCosts, pipeline: PipelineShape, simulated: Simulatio
         optimizer=parts.optimizer,
         reference=reference,
         overhead=network.efficiency.step_seconds
-        + spent * network.efficiency.straggler_share * log2(nodes)
+        + step_seconds * network.efficiency.straggler_share * log2(nodes)
         + _congestion(candidate, network.efficiency),
         hidden_tensor=parts.hidden_tensor,
         hidden_context=parts.hidden_context,
         hidden_expert=parts.hidden_expert,
-        hidden_pipeline=max(0.0, 2 * num * send - pipeline_exposed) if pipeline.num_ranks > 1 else 0.0,
+        hidden_pipeline=max(0.0, 2 * num_micro_batches * send - pipeline_exposed) if pipeline.num_ranks > 1 else 0.0,
         hidden_data=parts.hidden_data,
     )
 
 
 def _reference_seconds(costs: StepCosts, pipeline: PipelineShape, kinds: list[_Passes]) -> float:
-    """Forward passes of all micro-batches through the reference: the slowest rank's, after the first has come down to it and before
-    the last has gone on. With everything sharded each gathers its parameters anew."""
-    candidate, cut = costs.candidate, pipeline.cut
+    """Compute the forward passes of all micro-batches through the reference model.
+
+    The slowest rank's passes, plus the time in which the first micro-batch reaches it and the
+    last one leaves the pipeline. With ZeRO-3 each micro-batch gathers the parameters again.
+    """
+    candidate = costs.candidate
+    partition = pipeline.cut
     if candidate.reference == "none":
         return 0.0
-    going = [passes.seconds.forward for passes in kinds]
-    by_rank = [sum(going[cut.kind_of_stage[stage]] for stage in cut.held[rank]) for rank in cut.different_ranks]
-    once = sum(going[kind] for kind in cut.kind_of_stage)
-    num, layout = candidate.gradient_accumulation_steps, candidate.layout
+    forward = [passes.seconds.forward for passes in kinds]
+    by_rank = [sum(forward[partition.kind_of_stage[stage]] for stage in partition.held[rank]) for rank in partition.different_ranks]
+    pipeline_seconds = sum(forward[kind] for kind in partition.kind_of_stage)
+    num_micro_batches = candidate.gradient_accumulation_steps
+    layout = candidate.layout
     exposed = 0.0
     if layout.zero_stage == 3 and layout.fsdp > 1:
-        traffic = [rank_traffic(costs, pipeline.load_of(rank)) for rank in cut.different_ranks]
-        exposed = num * max(max(each.first, each.gather - mine) for each, mine in zip(traffic, by_rank, strict=True))
-    return num * max(by_rank) + (once - max(by_rank)) + exposed
+        traffic = [rank_traffic(costs, pipeline.load_of(rank)) for rank in partition.different_ranks]
+        exposed = num_micro_batches * max(
+            max(rank_data.first, rank_data.gather - compute) for rank_data, compute in zip(traffic, by_rank, strict=True)
+        )
+    return num_micro_batches * max(by_rank) + (pipeline_seconds - max(by_rank)) + exposed
 
 
 _COLLECTIVES_OF_A_PASS = 4
-"""Of tensor parallelism in one direction through a layer: two before, two after its products."""
+"""Tensor-parallel collectives in one direction through a layer: two before and two after its
+matmuls."""
 
 
 def _waits_in_pipeline(layout: Layout, network: Network) -> float:
-    """Seconds that a layer's tensor-parallel collectives wait longer, in one direction, where the ranks are also pipelined."""
+    """Compute the additional seconds of a layer's tensor-parallel collectives, in one
+    direction, under pipeline parallelism."""
     if layout.pp == 1 or layout.tp == 1:
         return 0.0
     return _COLLECTIVES_OF_A_PASS * (layout.tp - 1) * network.efficiency.pipelined_hop_seconds
 
 
 def _congestion(candidate: Candidate, efficiency: Efficiency) -> float:
-    """Seconds that a pipeline's micro-batches wait for a network that cannot serve the sends of so many: a rank between two others
-    has three of them to wait for in each turn, at either end there are two."""
+    """Compute the seconds that micro-batches wait for a network congested by pipeline sends.
+
+    Ranks at the ends wait for two sends per micro-batch, ranks between two others for three.
+    """
     pp = candidate.layout.pp
     if pp == 1 or not efficiency.congested_gpus or candidate.layout.world_size < efficiency.congested_gpus:
         return 0.0
@@ -212,19 +248,19 @@ def _congestion(candidate: Candidate, efficiency: Efficiency) -> float:
 
 
 def turns(candidate: Candidate) -> int:
-    """Micro-batches that a step waits for, those among them in which a pipeline fills."""
+    """Count the micro-batches that a step waits for, including the pipeline's fill."""
     return candidate.gradient_accumulation_steps + candidate.layout.pp - 1
 
 
 def _slowed(passes: _Passes, contention: float) -> _Passes:
-    """Compute takes longer while traffic runs beside it."""
+    """Add the slowdown of compute by overlapped communication."""
     forward = passes.forward + contention * passes.traffic_forward.hidden
     backward = passes.backward + contention * passes.traffic_backward.hidden
     return _Passes(forward, backward, passes.weight_gradient, passes.traffic_forward, passes.traffic_backward)
 
 
 def send_seconds(facts: ModelFacts, candidate: Candidate, network: Network, groups: dict[str, Group]) -> float:
-    """Seconds that a micro-batch's hidden states take to the next stage."""
+    """Compute the seconds to send a micro-batch's hidden states to the next stage."""
     if candidate.layout.pp == 1:
         return 0.0
     tokens = candidate.micro_batch_size * candidate.sequence_length / candidate.layout.cp
@@ -234,56 +270,59 @@ def send_seconds(facts: ModelFacts, candidate: Candidate, network: Network, grou
 
 
 def _rank_parts(costs: StepCosts, pipeline: PipelineShape, kinds: list[_Passes], rank: int) -> TimeParts:
-    """A rank's own seconds, waiting for others left out."""
+    """Compute a rank's own seconds, without waiting for other ranks."""
     candidate = costs.candidate
-    num = candidate.gradient_accumulation_steps
-    mine = [kinds[pipeline.cut.kind_of_stage[stage]] for stage in pipeline.stages_of(rank)]
-    forward, backward = sum(each.forward for each in mine), sum(each.backward for each in mine)
+    num_micro_batches = candidate.gradient_accumulation_steps
+    stages = [kinds[pipeline.cut.kind_of_stage[stage]] for stage in pipeline.stages_of(rank)]
+    forward = sum(passes.forward for passes in stages)
+    backward = sum(passes.backward for passes in stages)
     traffic = NOTHING
-    for each in mine:
-        traffic = traffic.plus(each.traffic_forward).plus(each.traffic_backward)
+    for passes in stages:
+        traffic = traffic.plus(passes.traffic_forward).plus(passes.traffic_backward)
     load = pipeline.load_of(rank)
     exposed, hidden = data_seconds(costs, load, forward, backward)
-    owned = owned_elements(costs, load)
+    num_elements = owned_elements(costs, load)
     slowdown = costs.network.efficiency.contention * hidden
     return TimeParts(
-        compute=num * (forward + backward),
-        tensor=num * traffic.tensor,
-        context=num * traffic.context,
-        expert=num * traffic.expert,
+        compute=num_micro_batches * (forward + backward),
+        tensor=num_micro_batches * traffic.tensor,
+        context=num_micro_batches * traffic.context,
+        expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
-        optimizer=update_seconds(owned, candidate, costs.rates) + _offload_seconds(costs, owned),
-        hidden_tensor=num * traffic.hidden_tensor,
-        hidden_context=num * traffic.hidden_context,
-        hidden_expert=num * traffic.hidden_expert,
+        optimizer=update_seconds(num_elements, candidate, costs.rates) + _offload_seconds(costs, num_elements),
+        hidden_tensor=num_micro_batches * traffic.hidden_tensor,
+        hidden_context=num_micro_batches * traffic.hidden_context,
+        hidden_expert=num_micro_batches * traffic.hidden_expert,
         hidden_data=hidden,
     )
 
 
 def _offload_seconds(costs: StepCosts, owned: float) -> float:
-    """Gradients down to the host's memory, weights up again: 4 bytes each way over PCIe, about 25 GB/s."""
+    """Compute the seconds to copy gradients to the host and weights back: 4 bytes each way over
+    PCIe, about 25 GB/s."""
     return 0.0 if costs.candidate.offload == "none" else owned * 8 / 25e9
 
 
 def _held(costs: StepCosts, load: StageLoad) -> tuple[Held, Held, Held]:
-    """Of a rank: what all its layers hold, what one group of them holds, and what the ends hold."""
+    """Return a rank's parameters: all its layers, one group of them, and embedding and head."""
     facts = costs.facts
-    held = facts.held(costs.candidate.layout)
-    layers, group = Held(), Held()
-    for layer, count in zip(held.layers, load.layers, strict=True):
+    by_part = facts.held(costs.candidate.layout)
+    layers = Held()
+    group = Held()
+    for layer, count in zip(by_part.layers, load.layers, strict=True):
         layers = layers.plus(layer.times(count))
         if count and layer.whole > group.whole:
             group = layer
     ends = Held()
     if load.embedding or (load.head and facts.shape.tied_embeddings):
-        ends = ends.plus(held.embedding)
+        ends = ends.plus(by_part.embedding)
     if load.head:
-        ends = ends.plus(held.head)
+        ends = ends.plus(by_part.head)
     return layers, group.times(min(costs.candidate.layout.wrap_blocks, max(1, sum(load.layers)))), ends
 
 
 def owned_elements(costs: StepCosts, load: StageLoad) -> float:
-    """Parameters that the rank updates."""
+    """Count the parameters that the rank updates."""
     zero = costs.candidate.layout.zero_stage
     if costs.candidate.adapter is not None:
         adapters = adapter_elements(costs.facts, costs.candidate, load)
@@ -293,18 +332,21 @@ def owned_elements(costs: StepCosts, load: StageLoad) -> float:
 
 
 def data_seconds(costs: StepCosts, load: StageLoad, forward: float, backward: float) -> tuple[float, float]:
-    """Seconds of the data ranks' traffic in a step: exposed, and hidden behind compute.
+    """Compute the seconds of data-parallel communication in a step: exposed, and overlapped
+    with compute.
 
-    Forward passes hide gathers; backward passes hide gathers and reductions. What is first gathered and what is last reduced has
-    nothing to hide behind.
+    Forward passes overlap with gathers, backward passes with gathers and reductions. The first
+    gather and the last reduction are exposed.
     """
     candidate = costs.candidate
     return hide(candidate, costs.network, rank_traffic(costs, load), candidate.gradient_accumulation_steps, forward, backward)
 
 
 def rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
-    """What the data ranks of a stage send; nothing where there is one."""
-    candidate, network, layout = costs.candidate, costs.network, costs.candidate.layout
+    """Compute the data-parallel communication of a stage. Zero with one data rank."""
+    candidate = costs.candidate
+    network = costs.network
+    layout = costs.candidate.layout
     if layout.dp_replicate * layout.fsdp == 1:
         return DataTraffic()
     parts = _held(costs, load)
@@ -315,36 +357,39 @@ def rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
         adapters = adapter_elements(costs.facts, candidate, load)
         frozen = parts if layout.zero_stage == 3 else (Held(), Held(), Held())
         gathers = data_traffic(frozen, num_groups, candidate, network, costs.groups)
-        sums = data_traffic((adapters, Held(), Held()), num_groups, candidate, network, costs.groups)
-        return DataTraffic(gathers.gather, sums.reduce, gathers.first, sums.last, sums.replicas)
+        reductions = data_traffic((adapters, Held(), Held()), num_groups, candidate, network, costs.groups)
+        return DataTraffic(gathers.gather, reductions.reduce, gathers.first, reductions.last, reductions.replicas)
     return data_traffic(parts, num_groups, candidate, network, costs.groups)
 
 
 def hide(
     candidate: Candidate, network: Network, traffic: DataTraffic, num: int, forward: float, backward: float
 ) -> tuple[float, float]:
-    """Seconds of `traffic` in a step of `num` micro-batches: exposed, and hidden behind so long a forward and backward pass."""
-    stage, share = candidate.layout.zero_stage, network.efficiency.data_overlap
+    """Return exposed and overlapped seconds of `traffic` in a step of `num` micro-batches with
+    passes of this length."""
+    stage = candidate.layout.zero_stage
+    share = network.efficiency.data_overlap
     sharded = stage >= 1 and candidate.layout.fsdp > 1
     gathers_forward = num if stage == 3 and sharded else 1 if sharded else 0
     gathers_backward = num if stage == 3 and sharded else 0
-    every = sharded and (stage == 3 or (stage == 2 and not candidate.engine.defers_stage_2))
-    reductions = num if every else 1
+    reduces_always = sharded and (stage == 3 or (stage == 2 and not candidate.engine.defers_stage_2))
+    reductions = num if reduces_always else 1
     exposed = hidden = 0.0
 
-    def pass_by(window: float, wanted: float, bare: float, times: int) -> None:
+    def overlap(window: float, seconds: float, exposed_part: float, num_passes: int) -> None:
         nonlocal exposed, hidden
-        covered = min(share * wanted, max(0.0, window), max(0.0, wanted - bare))
-        exposed += times * (wanted - covered)
-        hidden += times * covered
+        covered = min(share * seconds, max(0.0, window), max(0.0, seconds - exposed_part))
+        exposed += num_passes * (seconds - covered)
+        hidden += num_passes * covered
 
     if gathers_forward:
-        pass_by(forward, traffic.gather, traffic.first, gathers_forward)
-    # The last backward pass also carries the sum over replicas, the others (at stage 3, or 2) their own gathers and reductions.
+        overlap(forward, traffic.gather, traffic.first, gathers_forward)
+    # The last backward pass also overlaps with the reduction over replicas, the others (stage
+    # 3, or 2) with their own gathers and reductions.
     gather = traffic.gather - traffic.first if gathers_backward else 0.0
     if reductions > 1:
-        pass_by(backward, gather + traffic.reduce, traffic.last, reductions - 1)
+        overlap(backward, gather + traffic.reduce, traffic.last, reductions - 1)
     elif gathers_backward > 1:
-        pass_by(backward, gather, 0.0, gathers_backward - 1)
-    pass_by(backward, gather + traffic.reduce + traffic.replicas, traffic.last, 1)
+        overlap(backward, gather, 0.0, gathers_backward - 1)
+    overlap(backward, gather + traffic.reduce + traffic.replicas, traffic.last, 1)
     return exposed, hidden

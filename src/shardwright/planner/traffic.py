@@ -1,17 +1,22 @@
-"""Seconds of each cut's traffic for one layer and one micro-batch, exposed and hidden, and of the data ranks' for one step.
-Torch-free.
+"""Communication seconds of one layer and micro-batch, and of the data ranks per step.
 
-Legend: N tokens of the micro-batch on this rank, D hidden, K width of its keys (or values), c bytes per activation, k experts
-per token.
+Exposed and overlapped seconds are separate. Legend: N tokens of the micro-batch on this rank, D
+hidden size, Q and K widths of its queries and of its keys (or values), c bytes per activation,
+k experts per token.
 
-    cut                 forward                             backward
-    tensor              2 all-reduces of N D c; under sequence parallelism 2 all-gathers and 2 reduce-scatters; the same again
-    context, ring       cp - 1 sends of 2 N K c             the same again, and cp sends of its gradients in fp32, which come home;
-                                                            both behind attention
-    context, all_gather one all-gather of cp 2 N K c        the same again, and a reduce-scatter of its gradients in fp32
-    context, ulysses    exchanges of N (2 Q + 2 K) c        the same
-    expert              2 exchanges of k N D c              the same
-Recomputation repeats what lies inside a block's forward pass.
+    axis                 forward                         backward
+    tensor               2 all-reduces of N D c; under   the same
+                         sequence parallelism 2 all-
+                         gathers and 2 reduce-scatters
+    context, ring        cp - 1 sends of 2 N K c         the same, and cp sends of fp32
+                                                         gradients back; both overlap with
+                                                         attention
+    context, all_gather  one all-gather of cp 2 N K c    the same, and a reduce-scatter of fp32
+                                                         gradients
+    context, ulysses     all-to-alls of N (2 Q + 2 K) c  the same
+    expert               2 all-to-alls of k N D c        the same
+
+Recomputation repeats the communication inside a block's forward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from shardwright.planner.facts import Held, LayerKind, ModelFacts
 
 
 class Traffic(NamedTuple):
-    """Seconds of one direction through one layer (or a stage)."""
+    """Communication seconds of one direction through one layer or stage."""
 
     tensor: float = 0.0
     context: float = 0.0
@@ -39,20 +44,20 @@ class Traffic(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """What nothing hides."""
+        """Exposed seconds."""
         return self.tensor + self.context + self.expert
 
     @property
     def hidden(self) -> float:
-        """What runs beside compute."""
+        """Seconds that overlap with compute."""
         return self.hidden_tensor + self.hidden_context + self.hidden_expert
 
     def plus(self, other: Traffic) -> Traffic:
-        """Both, part by part."""
+        """Return the sum of each part."""
         return Traffic._make(map(add, self, other))
 
     def times(self, count: float) -> Traffic:
-        """So many of it."""
+        """Return each part times `count`."""
         return Traffic._make([seconds * count for seconds in self])
 
 
@@ -67,26 +72,28 @@ def layer_traffic(
     groups: dict[str, Group],
     seconds: LayerSeconds,
 ) -> tuple[Traffic, Traffic]:
-    """Forward and backward (recomputation included) of one layer."""
-    layout, efficiency = candidate.layout, network.efficiency
+    """Compute forward and backward (with recomputation) communication of one layer."""
+    layout = candidate.layout
+    efficiency = network.efficiency
     if layout.tp == 1 and layout.cp == 1 and layout.ep == 1:
         return NOTHING, NOTHING
-    again = candidate.recompute != "none"
+    is_recomputed = candidate.recompute != "none"
     tensor_forward, tensor_backward = _tensor(facts, candidate, network, groups["tp"])
-    expert, expert_overlap = _expert(facts, kind, candidate, network, groups), _expert_overlap(candidate, network)
-    context_forward, context_backward, hideable = _context(facts, candidate, network, groups["cp"])
+    expert = _expert(facts, kind, candidate, network, groups)
+    expert_overlap = _expert_overlap(candidate, network)
+    context_forward, context_backward, can_overlap = _context(facts, candidate, network, groups["cp"])
     directions = []
     for tensor, context, experts, attention in (
         (tensor_forward, context_forward, expert, seconds.attention_forward),
         (
-            tensor_backward + again * tensor_forward,
+            tensor_backward + is_recomputed * tensor_forward,
             context_backward + (candidate.recompute == "full") * context_forward,
-            expert * (1 + again),
+            expert * (1 + is_recomputed),
             seconds.attention_backward,
         ),
     ):
         hidden_tensor = tensor * efficiency.tensor_overlap
-        hidden_context = min(context, attention) * efficiency.context_overlap if hideable else 0.0
+        hidden_context = min(context, attention) * efficiency.context_overlap if can_overlap else 0.0
         hidden_expert = experts * expert_overlap
         directions.append(
             Traffic(
@@ -107,16 +114,17 @@ def _tensor(facts: ModelFacts, candidate: Candidate, network: Network, group: Gr
     size = micro_batch_tokens(candidate) * facts.shape.hidden_size * candidate.activation_bytes
     hops = network.efficiency.hop_seconds * (group.num_ranks - 1)
     if not candidate.layout.sequence_parallel:
-        once = 2 * (network.all_reduce(group, size) + 2 * hops)
-        return once, once
-    gather, scatter = network.all_gather(group, size) + hops, network.reduce_scatter(group, size) + hops
-    again = 0.0 if candidate.engine.keeps_gathered_sequence else 2 * gather
-    return 2 * (gather + scatter), 2 * (gather + scatter) + again
+        both = 2 * (network.all_reduce(group, size) + 2 * hops)
+        return both, both
+    gather = network.all_gather(group, size) + hops
+    scatter = network.reduce_scatter(group, size) + hops
+    repeated_gathers = 0.0 if candidate.engine.keeps_gathered_sequence else 2 * gather
+    return 2 * (gather + scatter), 2 * (gather + scatter) + repeated_gathers
 
 
 def end_traffic(facts: ModelFacts, candidate: Candidate, network: Network, groups: dict[str, Group]) -> tuple[float, float]:
-    """Seconds of tensor-parallel traffic per micro-batch outside the layers: the embedding's sum, the head's input; both
-    directions."""
+    """Compute tensor-parallel seconds per micro-batch outside the layers, forward and backward:
+    the embedding's reduction, the head's input."""
     group = groups["tp"]
     if group.num_ranks == 1:
         return 0.0, 0.0
@@ -128,8 +136,10 @@ def end_traffic(facts: ModelFacts, candidate: Candidate, network: Network, group
 
 
 def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: Group) -> tuple[float, float, bool]:
-    """Seconds forward and backward, and whether attention can hide them."""
-    cp, shape, tp = group.num_ranks, facts.shape, candidate.layout.tp
+    """Return seconds forward and backward, and True if attention can overlap with them."""
+    cp = group.num_ranks
+    shape = facts.shape
+    tp = candidate.layout.tp
     if cp == 1:
         return 0.0, 0.0, False
     per_token = candidate.activation_bytes * micro_batch_tokens(candidate)
@@ -145,55 +155,61 @@ def _context(facts: ModelFacts, candidate: Candidate, network: Network, group: G
         gathered = network.all_gather(group, cp * pair)
         return gathered, gathered + network.reduce_scatter(group, cp * gradients), False
     neighbour = Group(cp, group.stride)
-    passed = (cp - 1) * network.send(neighbour, pair)
-    return passed, passed + cp * network.send(neighbour, gradients), True
+    sends = (cp - 1) * network.send(neighbour, pair)
+    return sends, sends + cp * network.send(neighbour, gradients), True
 
 
 def _expert(facts: ModelFacts, kind: LayerKind, candidate: Candidate, network: Network, groups: dict[str, Group]) -> float:
-    """Seconds of one direction: rows to their experts, and what becomes of them back."""
-    experts, spread = facts.shape.experts, expert_spread(candidate)
+    """Compute seconds of one direction: rows sent to their experts, and results sent back."""
+    experts = facts.shape.experts
+    spread = expert_spread(candidate)
     if experts is None or not kind.shape.sparse or groups["ep"].num_ranks * spread == 1:
         return 0.0
     group = Group(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
     per_row = facts.shape.hidden_size * candidate.activation_bytes
-    tokens, drawn = micro_batch_tokens(candidate) / spread, experts.experts_per_token
+    tokens = micro_batch_tokens(candidate) / spread
+    num_draws = experts.experts_per_token
     if not candidate.engine.node_dispatch:
-        return 2 * network.all_to_all(group, tokens * drawn * per_row)
+        return 2 * network.all_to_all(group, tokens * num_draws * per_row)
     gathered = 0.0
     if candidate.layout.sequence_parallel and spread == 1:
-        # Each tensor-parallel rank sends the rows of its part of the sequence, and all that hold a part of an expert get all.
-        rows = tokens * drawn * per_row
+        # Each tensor-parallel rank sends the rows of its part of the sequence, and all ranks
+        # with a shard of an expert receive all of its rows.
+        rows = tokens * num_draws * per_row
         gathered = network.all_gather(groups["tp"], rows) + network.reduce_scatter(groups["tp"], rows)
         tokens /= candidate.layout.tp
 
-    def met(places: float) -> float:
-        """Of so many places with as many experts each, those that hold one of a token's."""
-        return places * (1 - (1 - 1 / places) ** drawn)
+    def count_reached(places: float) -> float:
+        """Return the expected number of places, with equal numbers of experts, that have an
+        expert of a token."""
+        return places * (1 - (1 - 1 / places) ** num_draws)
 
-    # A token goes once to each domain, and within it to each rank, that holds one of its experts: those that k draws hit, or
-    # those of the groups it may choose.
+    # A token is sent once to each domain, and within it to each rank, that has one of its
+    # experts: those that k draws hit, or those of the groups it may use.
     domains = group.num_ranks / network.cluster.ranks_per_domain(group.num_ranks, group.stride)
-    visited = met(domains)
-    allowed = max(experts.groups_per_token * domains / experts.num_groups, min(domains, experts.groups_per_token))
+    num_domains_reached = count_reached(domains)
+    max_domains = max(experts.groups_per_token * domains / experts.num_groups, min(domains, experts.groups_per_token))
     if experts.num_groups > 1:
-        visited = min(visited, allowed)
-    crossing = tokens * visited * (domains - 1) / domains * per_row
-    return gathered + 2 * network.dispatch(group, tokens * met(group.num_ranks) * per_row, crossing)
+        num_domains_reached = min(num_domains_reached, max_domains)
+    crossing = tokens * num_domains_reached * (domains - 1) / domains * per_row
+    return gathered + 2 * network.dispatch(group, tokens * count_reached(group.num_ranks) * per_row, crossing)
 
 
 def _expert_overlap(candidate: Candidate, network: Network) -> float:
-    """Share of that traffic that may run beside compute: another one where it leaves a domain than where it does not."""
-    layout, efficiency = candidate.layout, network.efficiency
+    """Return the share of expert communication that may overlap with compute, which depends on
+    whether it leaves a domain."""
+    layout = candidate.layout
+    efficiency = network.efficiency
     reach = layout.ep * layout.tp
-    near = network.cluster.ranks_per_domain(reach, 1) == reach
-    return efficiency.near_expert_overlap if near else efficiency.expert_overlap
+    is_within_domain = network.cluster.ranks_per_domain(reach, 1) == reach
+    return efficiency.near_expert_overlap if is_within_domain else efficiency.expert_overlap
 
 
 @dataclass(frozen=True)
 class DataTraffic:
-    """Seconds of the data ranks' traffic on one pipeline rank. `gather` and `reduce` are of all its parameters once, `first`
-    and `last`
-    of what nothing can hide: the first group gathered, the last one reduced. `replicas` sums shards over dp_replicate, once a
+    """Seconds of the data-parallel communication of one pipeline rank. `gather` and `reduce`
+    cover all its parameters once, `first` and `last` the exposed parts: the first gather and
+    the last reduction. `replicas` is the reduction of shards over dp_replicate, once per
     step."""
 
     gather: float = 0.0
@@ -206,37 +222,40 @@ class DataTraffic:
 def data_traffic(
     parts: tuple[Held, Held, Held], num_groups: int, candidate: Candidate, network: Network, groups: dict[str, Group]
 ) -> DataTraffic:
-    """Gathers and reductions of a rank's parameters: those of its layers together, of one group of them, and of the ends."""
+    """Compute gathers and reductions of a rank's parameters, given those of all its layers, of
+    one group of them, and of embedding and head."""
     layout = candidate.layout
     layers, group, ends = parts
     gather_size = candidate.engine.gather_bytes or float(candidate.activation_bytes)
     reduce_size = candidate.engine.reduce_bytes or (2.0 if candidate.reduce_in_bf16 else float(candidate.master_bytes))
     if layout.zero_stage == 0 or layout.fsdp == 1:
-        everybody = Group(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
-        total = network.all_reduce(everybody, (layers.whole + ends.whole) * reduce_size)
+        all_ranks = Group(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
+        total = network.all_reduce(all_ranks, (layers.whole + ends.whole) * reduce_size)
         buckets = max(1.0, (layers.whole + ends.whole) * reduce_size / layout.bucket_size_bytes)
         total += (total > 0) * (buckets * network.efficiency.handoff_seconds + (buckets - 1) * network.meeting_seconds)
         return DataTraffic(reduce=total, last=total / buckets)
 
-    def over(held: Held, times: float, size: float, collective: str) -> float:
+    def time_calls(elements: Held, num_calls: float, size: float, collective: str) -> float:
         call = getattr(network, collective)
-        dense, expert = (held.whole - held.expert_whole) * size / times, held.expert_whole * size / times
+        dense = (elements.whole - elements.expert_whole) * size / num_calls
+        expert = elements.expert_whole * size / num_calls
         seconds = 0.0
         for name, num_bytes in (("fsdp", dense), ("efsdp", expert)):
-            once = float(call(groups[name], num_bytes))
-            if once > 0:
+            call_seconds = float(call(groups[name], num_bytes))
+            if call_seconds > 0:
                 hops = network.efficiency.data_hop_seconds * (groups[name].num_ranks - 1)
-                seconds += times * (once + hops + network.efficiency.handoff_seconds)
+                seconds += num_calls * (call_seconds + hops + network.efficiency.handoff_seconds)
         if min(dense, expert) > 0 and groups["efsdp"] == groups["fsdp"] and seconds > 0:
-            # One call has both: nobody meets twice.
-            seconds -= times * (network.efficiency.handoff_seconds + network.meeting_seconds)
+            # One call covers both, so the handoff occurs once.
+            seconds -= num_calls * (network.efficiency.handoff_seconds + network.meeting_seconds)
         return seconds
 
-    pieces = max(1, num_groups)
+    num_calls_per_pass = max(1, num_groups)
     return DataTraffic(
-        gather=over(layers, pieces, gather_size, "all_gather") + over(ends, 1, gather_size, "all_gather"),
-        reduce=over(layers, pieces, reduce_size, "reduce_scatter") + over(ends, 1, reduce_size, "reduce_scatter"),
-        first=over(ends, 1, gather_size, "all_gather") + over(group, 1, gather_size, "all_gather"),
-        last=over(ends, 1, reduce_size, "reduce_scatter"),
+        gather=time_calls(layers, num_calls_per_pass, gather_size, "all_gather") + time_calls(ends, 1, gather_size, "all_gather"),
+        reduce=time_calls(layers, num_calls_per_pass, reduce_size, "reduce_scatter")
+        + time_calls(ends, 1, reduce_size, "reduce_scatter"),
+        first=time_calls(ends, 1, gather_size, "all_gather") + time_calls(group, 1, gather_size, "all_gather"),
+        last=time_calls(ends, 1, reduce_size, "reduce_scatter"),
         replicas=network.all_reduce(groups["dp_replicate"], (layers.shard + ends.shard) * reduce_size),
     )

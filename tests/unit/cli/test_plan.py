@@ -180,7 +180,7 @@ def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_told(recipe: Pat
     assert run(["plan", str(recipe), "--cluster", "2xA100-40GB"]) == ExitCode.WRONG_INPUT
     error = capsys.readouterr().err
     assert "no layout fits on 2xA100-40GB" in error
-    assert "of these GPUs would do" in error
+    assert "of these GPUs would be enough" in error
 
 
 def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
@@ -224,6 +224,6 @@ def test_a_number_of_gpus_that_nothing_divides_names_the_nearest_that_something_
     assert run(["plan", str(recipe), "--cluster", "7xA100-80GB", "--nodes", "11"]) == ExitCode.WRONG_INPUT
     error = capsys.readouterr().err
     assert "no layout is possible on 11 x 7xA100-80GB-SXM" in error
-    assert "make 77; 76 or 78 GPUs can be cut so" in error, (
+    assert "multiply to 77; 76 or 78 GPUs would work" in error, (
         "11 divides neither heads nor batch, and 7 x 11 stages are more than layers"
     )

@@ -38,7 +38,7 @@ def test_a_row_is_predicted_with_speed_memory_and_whether_it_fits(tmp_path: Path
 
 def test_an_empty_file_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes(b"")
-    with pytest.raises(DataError, match="no table of measurements"):
+    with pytest.raises(DataError, match="not a table of measurements"):
         predict_command(tmp_path / "rows.csv", tmp_path / "out.csv")
 
 

@@ -173,16 +173,16 @@ def test_a_name_fills_in_what_columns_leave_out_and_never_speaks_against_them(
 
 def test_a_model_of_which_nothing_is_known_is_refused() -> None:
     blank = dict.fromkeys(ROW, "")
-    with pytest.raises(InputError, match="how large it is"):
+    with pytest.raises(InputError, match="gives its size"):
         shape_of_row(blank | {"model_name": "Mystery"})
-    with pytest.raises(InputError, match="so deep"):
+    with pytest.raises(InputError, match="too many layers"):
         shape_of_row(blank | {"model_name": "Mystery-7B", "hidden": "128"})
 
 
 def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("id,model\n1,x\n")
-    with pytest.raises(DataError, match="no table of measurements"):
+    with pytest.raises(DataError, match="not a table of measurements"):
         read_rows(path)
     with pytest.raises(DataError, match="cannot be read"):
         read_rows(tmp_path / "none.csv")
