@@ -66,9 +66,7 @@ class HostCopy:
 
 @contextmanager
 def _beside_the_training(device: torch.device | None, ready: torch.cuda.Event | None) -> Iterator[None]:
-    """Run the block on a separate CUDA stream and synchronise it at the end. No effect without
-    a GPU.
-    """
+    """Run the block on a separate CUDA stream, synchronised at the end, if there is a GPU."""
     if device is None:
         yield
         return
@@ -104,8 +102,9 @@ class BackgroundSaver:
 
     @property
     def is_saving(self) -> bool:
-        """True while a save is being written. Ranks may see it end at different times, so no
-        collective may depend on it.
+        """True while a save is being written.
+
+        Ranks may see it end at different times, so no collective may depend on it.
         """
         return self._saving is not None and not self._saving.done()
 
@@ -120,8 +119,7 @@ class BackgroundSaver:
         keep: Keep | None = None,
         best: bool = False,
     ) -> SavedCheckpoint | None:
-        """Start to copy and write this rank's share; the arguments are those of
-        `save_checkpoint`.
+        """Start to copy and write this rank's share. See `save_checkpoint`.
 
         Waits for the previous save if it is still running, and returns its result. The tensors
         must not change until `await_copy` has returned; a change that torch counts (not inside
@@ -165,8 +163,7 @@ class BackgroundSaver:
         keep: Keep | None = None,
         best: bool = False,
     ) -> SavedCheckpoint:
-        """Save without a copy and return at the end; the arguments are those of
-        `save_checkpoint`.
+        """Save without a copy and return at the end. See `save_checkpoint`.
 
         Raises:
             SaveFailed: this save failed; or the previous one, which was still running, did
@@ -199,9 +196,7 @@ class BackgroundSaver:
             self._pool.shutdown()
 
     def abandon(self) -> None:
-        """Give up the current save without waiting: after a failure of the run a peer may never
-        answer.
-        """
+        """Give up the current save without waiting: after a failure a peer may be gone."""
         self._saving = None
         self._copied.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -218,9 +213,7 @@ class BackgroundSaver:
 
 
 def _all_done_so_far(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-    """Record an event after the work submitted to the GPU so far; None if no tensor is on a
-    GPU.
-    """
+    """Record an event after the GPU's work so far; None if no tensor is on a GPU."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
 

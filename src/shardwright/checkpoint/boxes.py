@@ -17,8 +17,9 @@ _PRIME = 2**127 - 1
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Part of a tensor: first index and number of elements per dimension. The box of a scalar
-    has no dimensions.
+    """Part of a tensor: first index and number of elements per dimension.
+
+    The box of a scalar has no dimensions.
 
     >>> Box((0, 2), (4, 3)).overlap(Box((3, 0), (4, 4)))
     Box(offsets=(3, 2), lengths=(1, 2))
@@ -53,8 +54,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def fault_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Return None if every element of a tensor of `shape` lies in exactly one box; else a
-    description of the fault.
+    """Return None if every element of a tensor lies in exactly one box, else the fault.
 
     Linear in the number of boxes for any arrangement, so that a malicious manifest cannot make
     it slow: the number of boxes that cover each element defines a polynomial with one variable
@@ -112,12 +112,12 @@ def _name_overlap(boxes: Sequence[Box]) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """Split of a dimension into `num_chunks` as by torch.chunk (ceil-sized, the last ones short
-    or empty), keeping chunk `index`.
+    """Split of a dimension into `num_chunks` as by torch.chunk, keeping chunk `index`.
 
-    With `stride` > 1 the dimension is first divided into `stride` parts, and each of them is
-    split. This is FSDP2 over a dimension that tensor parallelism shards too (torch's
-    _StridedShard), where a later split selects the part.
+    Chunks have ceil size; the last ones may be short or empty. With `stride` > 1 the dimension
+    is first divided into `stride` parts, and each of them is split. This is FSDP2 over a
+    dimension that tensor parallelism shards too (torch's _StridedShard), where a later split
+    selects the part.
     """
 
     dim: int
@@ -127,8 +127,7 @@ class Cut:
 
 
 def boxes_of(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
-    """Apply splits to a tensor from left to right; return the remaining boxes in order of their
-    indices.
+    """Apply splits to a tensor from left to right; return the remaining boxes in order.
 
     >>> [str(box) for box in boxes_of((5, 3), [Cut(0, 2, 1)])]
     ['[3:5,0:3]']

@@ -1,5 +1,4 @@
-"""Commit protocol of checkpoints: an order of operations in which a partial checkpoint is never
-visible. No torch.
+"""Commit protocol of checkpoints, in which a partial checkpoint is never visible. No torch.
 
     root/.saving-<token>/      all files are written here and synced to the device
         manifest.json          written last
@@ -49,9 +48,7 @@ _POINTER = ".pointer-"
 
 @dataclass(frozen=True, order=True)
 class StepFolder:
-    """Checkpoint folder with the parts of its name: `step-00000100`, or `step-00000100.1` if
-    the step was saved again.
-    """
+    """Folder `step-00000100`, or `step-00000100.1` if the step was saved again."""
 
     step: int
     attempt: int
@@ -78,8 +75,9 @@ def step_folders(root: Place) -> list[StepFolder]:
 
 
 def has_saved(root: Place) -> bool:
-    """Return True if any save has finished here, even if it was damaged later; interrupted
-    saves do not count.
+    """Return True if any save has finished here, even if its checkpoint was damaged later.
+
+    Interrupted saves do not count.
     """
     if not root.is_dir():
         return False
@@ -89,9 +87,7 @@ def has_saved(root: Place) -> bool:
 
 
 def read_pointer(root: Place, pointer: str) -> StepFolder | None:
-    """Return the folder that `latest` or `best` names, even if it does not exist; None without
-    a valid pointer.
-    """
+    """Return the folder that a pointer names, existing or not; None if it is invalid."""
     if not (root / pointer).is_file():
         return None
     try:
@@ -104,8 +100,7 @@ def read_pointer(root: Place, pointer: str) -> StepFolder | None:
 
 
 def in_order_of_trust(root: Place) -> list[StepFolder]:
-    """Return checkpoint folders in the order in which to try them: `latest`, older ones (newest
-    first), then later ones.
+    """Return folders in the order to try: `latest`, older ones (newest first), later ones.
 
     Folders later than `latest` come from saves interrupted before their last operation, or were
     abandoned by a rollback.
@@ -163,8 +158,7 @@ def discard(path: Place, disk: Disk) -> None:
 
 
 def publish(root: Place, folder: Place, manifest: Manifest, *, best: bool = False, disk: Disk | None = None) -> Place:
-    """Turn a folder whose files are all written and synced into a checkpoint and return its
-    path.
+    """Turn a folder whose files are written and synced into a checkpoint; return its path.
 
     Raises:
         OSError: nothing was published; or, if moving a pointer failed, only the pointer is out
@@ -200,8 +194,9 @@ def move_pointer(root: Place, pointer: str, name: str, disk: Disk) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """Retention rule: keep the `last` newest checkpoints, steps divisible by `every`, and those
-    that `latest` and `best` name.
+    """Retention rule: keep the `last` newest checkpoints and steps divisible by `every`.
+
+    The checkpoints that `latest` and `best` name are always kept.
     """
 
     last: int
@@ -229,9 +224,7 @@ def prune(root: Place, keep: Keep, disk: Disk | None = None) -> list[Place]:
 
 
 def remove_checkpoints(root: Place, paths: Iterable[Place], disk: Disk | None = None) -> list[Place]:
-    """Remove checkpoint folders; each is renamed first, so that a partly removed one is never
-    taken for a checkpoint.
-    """
+    """Remove checkpoint folders, each renamed first, so that no partial one stays visible."""
     disk = disk or disk_of(root)
     removed = []
     for path in paths:

@@ -1,5 +1,4 @@
-"""Writing of large files past the page cache (O_DIRECT) where the file system supports it. No
-torch.
+"""Writing of large files past the page cache (O_DIRECT), where supported. No torch.
 
 The page cache costs one more copy of every byte, on a core that training and hashing need, and
 evicts data that will be read again. A checkpoint is not read again soon.
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LARGE_BYTES = 4 * BLOCK_BYTES
-"""Smallest file written past the page cache; for smaller ones the cache is faster than any
-device.
-"""
+"""Smallest file written past the page cache, which is faster for smaller files."""
 _PART_BYTES = BLOCK_BYTES // 2
 _NUM_PARTS = 3
 """Number of buffers: one is filled, one hashed, one written."""
@@ -35,9 +32,7 @@ _spare: list[np.ndarray] = []
 
 
 def _take_memory() -> np.ndarray:
-    """Return a page-aligned buffer (an anonymous map). numpy copies into it without the
-    interpreter lock.
-    """
+    """Return a page-aligned buffer; numpy copies into it without the interpreter lock."""
     try:
         return _spare.pop()
     except IndexError:
@@ -75,8 +70,9 @@ class DirectFile(HashedFile):
         disk.bypass_cache(self._descriptor, True)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes, which may change once this returns; errors are raised by a later call,
-        at the latest by `finish`.
+        """Append bytes, which may change once this returns.
+
+        Errors are raised by a later call, at the latest by `finish`.
         """
         data_N = np.frombuffer(data, dtype=np.uint8)
         self.size_bytes += data_N.size

@@ -1,5 +1,4 @@
-"""File operations of checkpoints; all changes on disk use `Disk`, one method per system call.
-No torch.
+"""File operations of checkpoints; all changes on disk use `Disk`. No torch.
 
 Tests replace `Disk` by one that kills the process before the n-th operation, or one that runs
 out of space.
@@ -29,14 +28,13 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Disk:
-    """Operations on a local or mounted file system; the subclass `RemoteDisk` handles object
-    stores.
+    """File operations, one method per system call, on a local or mounted file system.
+
+    The subclass `RemoteDisk` is for object stores.
     """
 
     renames = True
-    """True if a folder can be renamed atomically; otherwise a checkpoint exists as soon as it
-    has a manifest.
-    """
+    """True if folders can be renamed atomically; if not, the manifest makes a checkpoint."""
 
     def make_folder(self, path: Any) -> None:
         """Create a folder that must not exist."""
@@ -122,8 +120,7 @@ LOCAL_DISK = Disk()
 
 
 class HashedFile:
-    """New file whose SHA-256 is computed on a second thread from the bytes passed to `write`,
-    not read back.
+    """New file that hashes the bytes passed to `write` on a second thread.
 
     `write` returns before the block is hashed: the caller must not change the bytes until the
     next call has returned.
@@ -181,8 +178,9 @@ class _LocalFile(OpenFile):
 
 
 def open_regular(path: Place) -> OpenFile:
-    """Open a file for reading; reject links, pipes and devices, which could lead outside, block
-    or never end.
+    """Open a regular file for reading.
+
+    Links, pipes and devices could lead outside, block or never end.
 
     Raises:
         CheckpointError: not a regular file, or it cannot be opened.
@@ -203,9 +201,7 @@ def open_regular(path: Place) -> OpenFile:
 
 
 def sizes_in(folder: Place) -> dict[str, int | None]:
-    """Return the sizes in bytes of a folder's entries by name, None for those that are not
-    regular files; opens nothing.
-    """
+    """Return sizes in bytes by name, None for entries that are not regular files."""
     if not isinstance(folder, Path):
         return folder.sizes()
     with os.scandir(folder) as entries:
@@ -232,8 +228,9 @@ def read_small(path: Place, limit_bytes: int) -> bytes:
 
 
 def hash_file(path: Place, *, on_block: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """Return the size in bytes and the SHA-256 of a regular file; `on_block` receives the bytes
-    of each block.
+    """Return size in bytes and SHA-256 of a regular file.
+
+    `on_block` receives the bytes of each block.
 
     Raises:
         CheckpointError: a link, not a regular file, or it cannot be read.

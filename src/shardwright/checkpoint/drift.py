@@ -1,6 +1,4 @@
-"""Differences between the run that saved a checkpoint and the run that resumes from it, by
-field. No torch.
-"""
+"""Differences between the run that saved a checkpoint and the run that resumes. No torch."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ ABSENT = _Absent()
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, prefix: str = "") -> list[Difference]:
-    """Return the fields whose values differ, with dotted names, sorted by name. Tuples equal
-    lists, as in JSON.
+    """Return fields with different values, dotted, sorted by name; tuples equal lists.
 
     >>> saved = {"seed": 1, "data": {"hash": "a"}}
     >>> [str(d) for d in differences(saved, {"seed": 1, "data": {"hash": "b"}})]

@@ -1,6 +1,4 @@
-"""Collectives of JSON values, sent as uint8 tensors; torch's object collectives use pickle,
-which checkpoints avoid.
-"""
+"""Collectives of JSON values as uint8 tensors; torch's object collectives use pickle."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """Ranks that save or load together; a single process if torch.distributed is not
-    initialised.
+    """Ranks that save or load together; one process if torch.distributed is not in use.
 
     `group` None is the default group, as in torch. Only the first rank (0 of the group)
     creates, renames and removes folders.
@@ -47,9 +44,7 @@ class Ranks:
         return [json.loads(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
-        """Return the first rank's JSON value on every rank; the other ranks' values are
-        ignored.
-        """
+        """Return the first rank's JSON value on every rank; ignore the others' values."""
         if self.world_size == 1:
             return json.loads(json.dumps(value))
         source = dist.get_global_rank(self._group, 0) if self._group is not None else 0

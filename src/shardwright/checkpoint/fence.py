@@ -1,5 +1,4 @@
-"""Fencing of generations: only the newest generation of a run may change its checkpoints. No
-torch.
+"""Fencing: only the newest generation of a run may change its checkpoints. No torch.
 
     root/generation        one line of JSON: number and unique token of the newest generation
 
@@ -52,8 +51,9 @@ class Fence:
 
 
 def claim(root: Place) -> Fence:
-    """Claim the root for a new generation and supersede the previous one; the first rank calls
-    this before training.
+    """Claim the root for a new generation, superseding the previous one.
+
+    The first rank calls this before training.
 
     Raises:
         OSError: the root cannot be written.

@@ -33,9 +33,7 @@ class StoredTensor:
 
 
 def compose_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Build the header of a file that stores tensors (key, dtype, shape) consecutively in this
-    order.
-    """
+    """Build the header of a file that stores tensors (key, dtype, shape) in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for key, dtype, shape in tensors:
@@ -48,8 +46,9 @@ def compose_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def read_header(path: Place) -> dict[str, StoredTensor]:
-    """Read and check a file's header: bounded sizes, known dtypes, data without gaps or
-    overlaps up to the end of the file.
+    """Read a file's header and check it.
+
+    Checks: bounded sizes, known dtypes, data without gaps or overlaps up to the end of the file.
 
     Raises:
         CheckpointError: the header is invalid; the message names the file and the fault.

@@ -1,5 +1,4 @@
-"""Loading of checkpoints into existing tensors of any layout; each rank reads only its own
-parts.
+"""Loading of checkpoints into tensors of any layout; each rank reads only its own parts.
 
 Nothing is parsed before its hash is verified. No tensor changes before all ranks know that the
 checkpoint is intact and matches.
@@ -36,14 +35,11 @@ logger = logging.getLogger(__name__)
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SHOWN_DIFFERENCES = 20
 _SHORT_RUN_BYTES = 64 * 1024
-"""Shorter runs are read together with the bytes between them, because each read loads at least
-a page anyway.
-"""
+"""Shorter runs are read with the bytes between them: each read loads at least a page anyway."""
 
 
 def newest_checkpoint(root: str | Place, *, group: dist.ProcessGroup | None = None) -> WholeCheckpoint | None:
-    """Find the newest intact checkpoint of a root, or None. Collective: all ranks of `group`
-    get the same result.
+    """Find the newest intact checkpoint of a root, or None, the same on all ranks of `group`.
 
     The newest is the one that `latest` names; if it is damaged, the newest one before it, and a
     warning names the damaged ones. Every byte has been hashed, each file by one rank;
@@ -184,9 +180,7 @@ def read_tensor(found: WholeCheckpoint, name: str) -> torch.Tensor:
 
 
 def _fitting(ranks: Ranks, found: WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part]) -> dict[str, HeldTensor]:
-    """Return this rank's local tensors after checking all ranks' names, shapes and dtypes
-    against the checkpoint.
-    """
+    """Return the local tensors after comparing all ranks' tensors with the checkpoint."""
     local_tensors: dict[str, HeldTensor] = {}
     problems: list[str] = []
     for name, tensor in tensors.items():

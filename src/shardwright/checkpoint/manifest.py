@@ -1,5 +1,4 @@
-"""Manifest of a checkpoint: a JSON object that lists every file and the slices of every tensor.
-No torch.
+"""Manifest of a checkpoint: its files and the slices of its tensors, as JSON. No torch.
 
     {"format": "shardwright-checkpoint", "format_version": 1, "step": 100, "world_size": 4,
     "written_by": "...",
@@ -67,9 +66,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's dtype (safetensors' name), global shape, and the slices that cover it exactly
-    once.
-    """
+    """Dtype (safetensors' name) and global shape of a tensor, and its slices."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -265,8 +262,7 @@ class _Reader:
 
 
 def parse_json(text: bytes, path: Place) -> Any:
-    """Parse UTF-8 JSON without duplicate keys, lone surrogates, NaN and numbers beyond the
-    range of a float.
+    """Parse UTF-8 JSON without duplicate keys, lone surrogates, NaN and infinite numbers.
 
     `path` is for messages.
 

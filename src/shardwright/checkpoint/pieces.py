@@ -1,6 +1,4 @@
-"""Local parts of tensors, as boxes of the whole tensor; a plain tensor is replicated on every
-rank that names it.
-"""
+"""Local parts of tensors as boxes of the whole tensor; plain tensors are replicated."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Local part of a tensor of `shape` whose boxes come from the parameter's descriptor, not
-    from a DTensor.
-    """
+    """Local part of a tensor of `shape` with boxes from the parameter's descriptor."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -95,9 +91,7 @@ def _described(name: str, part: Part) -> HeldTensor:
 
 
 def _boxes_of_dtensor(name: str, tensor: DTensor) -> list[Box]:
-    """Compute the boxes of the local part; a strided shard without a later split gives
-    several.
-    """
+    """Compute the boxes of the local part; a strided shard may have several."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -116,9 +110,7 @@ def _boxes_of_dtensor(name: str, tensor: DTensor) -> list[Box]:
 
 
 def _pieces(name: str, local: torch.Tensor, boxes: list[Box]) -> Iterator[Piece]:
-    """Yield views of the local tensor, which contains its boxes in the order of their
-    indices.
-    """
+    """Yield views of the local tensor, which contains its boxes in order of their indices."""
     if sum(box.num_elements for box in boxes) != local.numel():
         raise CheckpointError(
             "the size of the local part does not match its placements",
@@ -137,9 +129,7 @@ def _pieces(name: str, local: torch.Tensor, boxes: list[Box]) -> Iterator[Piece]
 
 
 def blocks(values: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order, block by block; device memory is copied to the
-    host one block at a time.
-    """
+    """Yield a tensor's bytes in row-major order; device memory is copied block by block."""
     flat = values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), BLOCK_BYTES):
         yield flat[start : start + BLOCK_BYTES].cpu().numpy().data

@@ -1,6 +1,4 @@
-"""Storage paths of checkpoints: local paths and fsspec URLs (`s3://bucket/run`, `gs://`,
-`memory://`). No torch.
-"""
+"""Paths of checkpoints: local, or fsspec URLs (`s3://bucket/run`, `gs://`). No torch."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from typing import Any, TypeAlias
 from shardwright.errors import CheckpointError
 
 BLOCK_BYTES = 16 * 1024**2
-"""Size of one write, read or hash update: large enough that the cost of the system call is
-negligible.
-"""
+"""Size of one write, read or hash update; the cost of its system call is negligible."""
 
 
 class OpenFile(ABC):
@@ -26,9 +22,7 @@ class OpenFile(ABC):
 
     @abstractmethod
     def read_into(self, position: int, data: memoryview) -> int:
-        """Read once into `data` from byte `position`; return the number of bytes, 0 at the end
-        of the file.
-        """
+        """Read once into `data` from byte `position`; return the byte count, 0 at the end."""
 
     @abstractmethod
     def close(self) -> None:
@@ -113,9 +107,7 @@ class RemotePath:
         return False
 
     def sizes(self) -> dict[str, int | None]:
-        """Return the sizes in bytes of a folder's entries by name, None for those that are not
-        regular files.
-        """
+        """Return sizes in bytes by name, None for entries that are not regular files."""
         self.file_system.invalidate_cache()
         try:
             entries = self.file_system.ls(self.path, detail=True)

@@ -42,9 +42,7 @@ class RemoteDisk(Disk):
         return False
 
     def sync(self, descriptor: int) -> None:
-        """Finish the upload; then the object exists and is as durable as the store
-        guarantees.
-        """
+        """Finish the upload: the object exists and is as durable as the store guarantees."""
         self._open[descriptor].close()
 
     def close(self, descriptor: int) -> None:
@@ -74,9 +72,7 @@ class RemoteDisk(Disk):
             path.file_system.rmdir(path.path)
 
     def remove_tree(self, path: Any) -> None:
-        """Remove all objects of a folder, the manifest first: without it the rest is not a
-        checkpoint.
-        """
+        """Remove all objects of a folder, the manifest first, which ends the checkpoint."""
         for name, size in sorted(path.sizes().items(), key=lambda item: (not item[0].startswith("manifest"), item[0])):
             if size is None:
                 self.remove_tree(path / name)

@@ -1,5 +1,4 @@
-"""Saving of checkpoints: ranks write their own shards, each box once and without gathering; all
-ranks agree on the result.
+"""Saving of checkpoints: ranks write their own shards, each box once, without gathering.
 
 Every rank announces its boxes. A box on several ranks is written by the one with the fewest
 bytes assigned so far. All ranks compute the same assignment from the same announcements. Why
@@ -46,9 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Result of a save: bytes over all ranks, seconds on this rank, older checkpoints that were
-    removed.
-    """
+    """Result of a save: bytes over all ranks, seconds on this rank, removed checkpoints."""
 
     path: Place
     step: int
@@ -69,8 +66,9 @@ def save_checkpoint(
     best: bool = False,
     disk: Disk | None = None,
 ) -> SavedCheckpoint:
-    """Write a checkpoint to `root/step-<step>`. Collective over `group`: either every rank
-    returns or every rank raises.
+    """Write a checkpoint to `root/step-<step>`.
+
+    Collective over `group`: either every rank returns or every rank raises.
 
     Args:
         root: folder or fsspec URL of one run's checkpoints, the same for all ranks (shared
@@ -97,8 +95,10 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """Assignment of boxes to ranks: `entries` and `takers` are the same on all ranks, `writing`
-    is this rank's share in the order of its file."""
+    """Assignment of boxes to ranks, with this rank's share in the order of its file.
+
+    `entries` and `takers` are the same on all ranks.
+    """
 
     step: int
     values: Mapping[str, Any]
@@ -107,17 +107,11 @@ class PlannedSave:
     takers: dict[tuple[str, Box], int]
     writing: list[tuple[str, str, Box, torch.Tensor]]
     digest: str
-    """SHA-256 of this rank's announcement; while it is unchanged on every rank, so is the
-    assignment.
-    """
+    """SHA-256 of this rank's announcement; if no rank's changes, the assignment is reused."""
     versions: tuple[int, ...] = ()
-    """Version counter of each tensor of `writing`; it must be the same when the copy is
-    finished.
-    """
+    """Version counters of the tensors of `writing`, which copying must not change."""
     fault: str | None = None
-    """Reason why this rank cannot write its share; all ranks learn it before anything is
-    published.
-    """
+    """Reason why this rank cannot write; all ranks learn it before anything is published."""
 
     def copied(self, copy: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> PlannedSave:
         """Return a plan that writes copies, so that the originals may change."""
@@ -166,9 +160,7 @@ def plan_save(
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return torch's version counters (in-place changes); 0 for inference tensors, which have
-    none.
-    """
+    """Return torch's counts of in-place changes; 0 for inference tensors, which have none."""
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
@@ -203,8 +195,9 @@ def _announced(
     merged: Mapping[str, Any],
     before: PlannedSave | None,
 ) -> tuple[dict[str, HeldTensor], str, bool]:
-    """Return this rank's tensors, their digest, and True if no rank's digest has changed;
-    invalid input of one rank fails on all.
+    """Return this rank's tensors, their digest, and True if no rank's digest has changed.
+
+    Invalid input of one rank is an error on all.
     """
     local_tensors: dict[str, HeldTensor] = {}
     fault = None
@@ -246,9 +239,7 @@ def _told(ranks: Ranks, mine: Mapping[str, HeldTensor]) -> Held:
 
 
 def _merged(ranks: Ranks, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the objects of all ranks; they are sent in full only if they differ (as between
-    pipeline stages).
-    """
+    """Merge the objects of all ranks, which are sent in full only if they differ."""
     digests = ranks.gather(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
     if len(set(digests)) == 1:
         return dict(mine)
@@ -268,8 +259,7 @@ def _merge_into(whole: dict[str, Any], told: Mapping[str, Any], rank: int, place
 
 
 def _assigned(held: Held) -> tuple[dict[str, TensorEntry], dict[tuple[str, Box], int]]:
-    """Assign each box that only one rank has to that rank, then the replicated ones, largest
-    first, to the least loaded of their ranks."""
+    """Assign boxes to ranks: those on one rank first, then the largest to the least loaded."""
     loads: dict[int, int] = {}
     takers: dict[tuple[str, Box], int] = {}
     boxes = [
@@ -308,9 +298,7 @@ def _begun(ranks: Ranks, root: Place, step: int, disk: Disk) -> Place:
 
 
 def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], folder: Place, disk: Disk) -> Manifest:
-    """Write this rank's file, on the first rank also the values; return the manifest of all
-    files.
-    """
+    """Write this rank's file, and values on the first rank; return the common manifest."""
     files: dict[str, list[Any]] = {}
     fault = planned.fault
     try:
@@ -350,9 +338,7 @@ def _write_shard(path: Place, planned: PlannedSave, disk: Disk) -> list[Any]:
 def _committed(
     ranks: Ranks, root: Place, folder: Place, manifest: Manifest, keep: Keep | None, best: bool, disk: Disk
 ) -> tuple[Place, list[Place]]:
-    """Publish and prune on the first rank; return the checkpoint and the removed paths on all
-    ranks.
-    """
+    """Publish and prune on the first rank; return checkpoint and removed paths on all."""
     result: dict[str, Any] = {"name": "", "removed": [], "fault": None}
     if ranks.is_first:
         try:

@@ -1,5 +1,4 @@
-"""Schema of `values.json` in a run's checkpoint: the training state other than tensors. No
-torch.
+"""Schema of `values.json` in a run's checkpoint: state other than tensors. No torch.
 
 All readers use `parse_values`: `train --resume`, rollback, `export`, `generate`, `evaluate` and
 `checkpoint inspect`. A file with a correct hash may still come from another program.
@@ -19,18 +18,14 @@ from shardwright.errors import CheckpointError
 
 _SHOWN_CHARACTERS = 80
 _MAX_DEPTH = 32
-"""Limit of nested JSON levels (shardwright writes about six), because comparing and writing
-values recurse.
-"""
+"""Limit of nested JSON levels (shardwright writes about six), because the code recurses."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 PositiveCount = Annotated[int, Field(ge=1, lt=2**62)]
 
 
 class _Values(BaseModel):
-    """Base class of all parts: strict types, finite numbers; unknown keys of later versions are
-    kept.
-    """
+    """Base class of all parts: strict types, finite numbers, unknown keys kept."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False)
 
@@ -43,8 +38,9 @@ class LossScale(_Values):
 
 
 class OptimizerValues(_Values):
-    """Update rule, and number of updates by parameter name. Hyperparameters are for readers
-    only.
+    """Update rule and number of updates by parameter name.
+
+    The hyperparameters are for readers only.
     """
 
     rule: str
@@ -70,9 +66,7 @@ class RunIdentity(_Values):
 
     adapters: AdapterValues | None = None
     base: str | None = None
-    """Fingerprint of the adapters' base weights; `random` for weights initialised from the
-    seed.
-    """
+    """Fingerprint of the adapters' base weights; `random` for initialised ones."""
     model: dict[str, Any]
     tokenizer: str
     data: str
@@ -97,8 +91,9 @@ class RunIdentity(_Values):
 
 
 class AllowedDrift(_Values):
-    """A field that was allowed to change when the run was resumed at `step`; a side that is
-    absent is left out.
+    """Field that was allowed to change when the run was resumed at `step`.
+
+    An absent side is left out.
     """
 
     step: Count
@@ -126,8 +121,7 @@ class RunValues(_Values):
 
 
 def read_values_file(folder: Place) -> dict[str, Any]:
-    """Read the `values.json` of a checkpoint folder as a JSON object of bounded depth; its
-    fields are not checked.
+    """Read `values.json` as a JSON object of bounded depth, without checking its fields.
 
     Raises:
         CheckpointError: it cannot be read, is not an object or is nested too deeply.

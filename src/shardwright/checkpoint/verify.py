@@ -1,6 +1,4 @@
-"""Integrity checks of checkpoints: files, sizes and hashes, and headers that agree with the
-manifest. No torch.
-"""
+"""Integrity checks of checkpoints: files, sizes, hashes and headers. No torch."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """Checkpoint whose every byte has been verified; `refused` are newer ones that failed
-    verification.
-    """
+    """Checkpoint whose every byte was verified; `refused` are newer, damaged ones."""
 
     path: Place
     manifest: Manifest
@@ -48,9 +44,7 @@ class WholeCheckpoint:
 
 
 def faults_of_folder(folder: Place, manifest: Manifest) -> list[str]:
-    """Compare a folder's name and its entries' names and sizes with the manifest; return the
-    faults. Opens nothing.
-    """
+    """Compare names and sizes in a folder with the manifest; return the faults."""
     expected = {*manifest.files, MANIFEST_NAME, MANIFEST_HASH_NAME}
     sizes = sizes_in(folder)
     step_folder = StepFolder.of(folder)
@@ -69,9 +63,7 @@ def faults_of_folder(folder: Place, manifest: Manifest) -> list[str]:
 def faults_of_files(
     folder: Place, manifest: Manifest, names: Iterable[str], *, on_block: Callable[[int], None] | None = None
 ) -> list[str]:
-    """Check the hashes of the named files and, where the hash is correct, the headers; return
-    the faults.
-    """
+    """Check hashes of the named files and, if correct, headers; return the faults."""
     faults = []
     for name in names:
         try:
@@ -106,9 +98,7 @@ def _faults_of_header(path: Place, manifest: Manifest) -> list[str]:
 
 
 def verify_checkpoint(folder: Place, *, on_block: Callable[[int], None] | None = None) -> tuple[Manifest | None, list[str]]:
-    """Verify a checkpoint; return its manifest (None if it cannot be used) and all faults. It
-    is intact if there are none.
-    """
+    """Verify a checkpoint; return its manifest, None if unusable, and all faults."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -123,9 +113,7 @@ def verify_checkpoint(folder: Place, *, on_block: Callable[[int], None] | None =
 
 
 def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """Return the files that a rank hashes; each file is hashed once and the bytes are balanced
-    over ranks.
-    """
+    """Return the files that a rank hashes: each once, with balanced bytes."""
     loads = [0] * world_size
     names = []
     for name, file in sorted(manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0])):
@@ -137,9 +125,7 @@ def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
 
 
 def candidates(root: Place) -> tuple[list[Place], list[Refused]]:
-    """Return folders in the order in which to try them, and the one that `latest` names if it
-    does not exist.
-    """
+    """Return folders in the order to try, and `latest` if its folder does not exist."""
     folders = in_order_of_trust(root)
     latest = read_pointer(root, LATEST)
     lost = [] if latest is None or latest in folders else [Refused(latest.path, "latest names it, but the folder does not exist")]
@@ -147,9 +133,7 @@ def candidates(root: Place) -> tuple[list[Place], list[Refused]]:
 
 
 def newest_whole(root: Place) -> tuple[WholeCheckpoint | None, list[Refused]]:
-    """Return the newest intact checkpoint of a root and the newer ones that were rejected, in
-    one process.
-    """
+    """Return the newest intact checkpoint and the newer ones that were rejected."""
     paths, refused = candidates(root)
     for path in paths:
         manifest, faults = verify_checkpoint(path)

@@ -26,9 +26,7 @@ from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, count_step, lo
 _DECAY_EXPONENT = -0.8
 """The decay of the second moment after t steps is 1 - t^-0.8."""
 _SMALLEST_SCALE = 1e-3
-"""Lower bound of the parameter's root mean square that scales its step, so that zeros can
-move.
-"""
+"""Lower bound of the parameter's root mean square in its step, so that zeros can move."""
 _CLIP = 1.0
 """Largest root mean square of an update before it is multiplied by the step size."""
 
@@ -44,15 +42,14 @@ class _Work:
     group: dict[str, Any]
     shape: tuple[int, ...]
     sums: dict[str, Tensor]
-    """Sums of squares over the whole parameter: `parameter` (a scalar); for the gradient of a
-    matrix `rows` and `columns`.
-    """
+    """Global sums of squares: `parameter`, and of a matrix's gradient `rows` and `columns`."""
     update: Tensor | None = None
 
 
 class Adafactor(CutOptimizer):
-    """Adafactor with a step size relative to each parameter's root mean square; `lr` bounds it
-    (0.01 in the paper).
+    """Adafactor with steps relative to each parameter's root mean square.
+
+    `lr` bounds the relative step (0.01 in the paper).
     """
 
     rule = "adafactor"
@@ -100,9 +97,7 @@ class Adafactor(CutOptimizer):
             self._move(item)
 
     def _counted(self, name: str) -> list[Held]:
-        """Return the boxes that this rank contributes to a sum over ranks; each element is
-        counted by one rank.
-        """
+        """Return the boxes that this rank adds to sums over ranks, so that each counts once."""
         return [box for box in self.cut.held(name) if box.first and all(length for _, length in box.whole)]
 
     def _sum_locally(self, item: _Work) -> None:
@@ -119,8 +114,9 @@ class Adafactor(CutOptimizer):
                 narrow(item.sums["columns"], (*box.whole[:-2], box.whole[-1])).add_(squares_ERC.sum(-2))
 
     def _sum_over_ranks(self, work: list[_Work], kinds: tuple[str, ...]) -> None:
-        """All-reduce the sums in place, one collective per set of axes; fp64 keeps the rounding
-        differences negligible.
+        """All-reduce the sums in place, with one collective per set of axes.
+
+        They are fp64, so that rounding differences between layouts are negligible.
         """
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for item in work:
@@ -133,9 +129,7 @@ class Adafactor(CutOptimizer):
                     tensor.copy_(summed.view(tensor.shape))
 
     def _updated_variance(self, item: _Work) -> Tensor:
-        """Update the second moment; return this rank's part of gradient / sqrt(second moment),
-        before clipping.
-        """
+        """Update the second moment; return the local gradient / sqrt(second moment)."""
         weight = count_step(item.state) ** _DECAY_EXPONENT
         epsilon = torch.finfo(item.local.dtype).eps
         if "variance" in item.state:

@@ -51,8 +51,7 @@ def is_quantised(shape: tuple[int, ...]) -> bool:
 
 
 def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_size: int) -> None:
-    """Check that no block of moments is split between ranks, which would have to share its
-    scale.
+    """Check that no block of moments is split between ranks, which would share its scale.
 
     Raises:
         LayoutError: a block is split; the message names the parameter, its shape and the
@@ -89,18 +88,14 @@ def _boxes_of_all(described: ParameterLayout, layout: Layout) -> set[Held]:
 
 
 def _edges(box: Held, row: int) -> list[int]:
-    """Return the columns where a box starts (in the local and the whole tensor) and ends,
-    unless it ends with the row.
-    """
+    """Return the columns where a box starts (local and global) and, inside a row, ends."""
     local_start, length = box.local[-1]
     start, _ = box.whole[-1]
     return [local_start, start] + ([] if start + length == row else [start + length])
 
 
 class AdamW8bit(CutOptimizer):
-    """AdamW (decoupled decay); the update is computed in fp32, the moments are stored in 8
-    bits.
-    """
+    """AdamW (decoupled decay) with updates computed in fp32 and moments stored in 8 bits."""
 
     rule = "adamw_8bit"
     exchanges = False
@@ -160,9 +155,7 @@ class AdamW8bit(CutOptimizer):
                 self._step_quantised(local, gradient, state, count, group)
 
     def _step_quantised(self, local: Tensor, gradient: Tensor, state: dict[str, Any], count: Tensor, group: dict[str, Any]) -> None:
-        """Some rows at a time: decoded moments and codes on their way are much wider than what
-        rests.
-        """
+        """Update a few rows at a time, because decoded moments are wider than stored ones."""
         rows = max(1, _ROWS_AT_ONCE_ELEMENTS // local.shape[-1])
         tensors = [local, gradient, *(state[f"{moment}_{part}"] for moment in _MOMENTS for part in ("codes", "scales"))]
         flat = [
@@ -179,8 +172,9 @@ class AdamW8bit(CutOptimizer):
 
 
 def _update(local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count: Tensor, group: dict[str, Any]) -> None:
-    """Update `local`, and the fp32 moments `mean` and `square`, in place, with torchao's
-    operations, order and precision.
+    """Update `local` and the fp32 moments `mean` and `square` in place.
+
+    Operations, order and precision are torchao's.
     """
     beta1, beta2 = group["betas"]
     rate = torch.tensor(group["lr"], dtype=torch.float32)
@@ -193,9 +187,7 @@ def _update(local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count
 
 
 class _Codec:
-    """Quantiser of rows to 8-bit codes and one scale per block, with torchao's table and
-    rounding.
-    """
+    """Quantiser of rows to 8-bit codes and a scale per block, as torchao's."""
 
     def __init__(self, block_size: int) -> None:
         require_torchao()
@@ -209,9 +201,7 @@ class _Codec:
         return values_RC.mul_(self._spread(scales_RK, codes_RC.shape[-1]))
 
     def encode(self, values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> None:
-        """Write codes and scales in place: the scale is the block's largest magnitude, the code
-        the nearest table entry.
-        """
+        """Write scales (largest magnitudes of blocks) and codes (nearest table entries)."""
         width = values_RC.shape[-1]
         num_blocks = scales_RK.shape[-1]
         padded = torch.nn.functional.pad(values_RC, (0, num_blocks * self.block_size - width))
@@ -230,9 +220,7 @@ class _Codec:
 
 
 def _by_block(box: Held, block_size: int) -> Held:
-    """Return the box of scales that belong to a box of elements; `check_blocks` ensures that it
-    starts with a block.
-    """
+    """Return the box of scales of a box of elements, which starts with a block."""
     block_bounds = [
         (*bounds[:-1], (bounds[-1][0] // block_size, -(-bounds[-1][1] // block_size))) for bounds in (box.local, box.whole)
     ]

@@ -28,14 +28,13 @@ def build_optimizer(
     weight_decay: float,
     cut: ModelCut | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer with parameter groups with and without weight decay; each
-    has `param_names`.
+    """Build the recipe's optimizer, with parameter groups with and without weight decay.
 
-    Parameters of two or more dimensions decay, embeddings included (as in nanoGPT); norms and
-    biases do not, the stacked biases of experts included. Dimensions are those of the whole
-    parameter, so sharding never changes a parameter's group. Frozen parameters are left out.
-    Decay is decoupled (Loshchilov and Hutter 2019), except for SGD, which adds it to the
-    gradient. Works on DTensors. Collective: every rank calls it.
+    Each group has `param_names`. Parameters of two or more dimensions decay, embeddings
+    included (as in nanoGPT); norms and biases do not, the stacked biases of experts included.
+    Dimensions are those of the whole parameter, so sharding never changes a parameter's group.
+    Frozen parameters are left out. Decay is decoupled (Loshchilov and Hutter 2019), except for
+    SGD, which adds it to the gradient. Works on DTensors. Collective: every rank calls it.
 
     Args:
         cut: how the parameters are sharded; not needed for adamw and sgd, which work element by
@@ -108,8 +107,7 @@ def _build(
 
 
 def choose_implementation(parameters: list[torch.nn.Parameter]) -> dict[str, bool]:
-    """Choose torch's fastest implementation for the parameters' devices and dtypes: fused, else
-    foreach, else a loop.
+    """Choose torch's fastest implementation for the parameters: fused, foreach, or a loop.
 
     Fused updates run one kernel over all parameters and need no temporary copies; torch
     supports them for floating-point parameters on CPU and CUDA and raises an error for others.

@@ -1,5 +1,4 @@
-"""Base class and protocols of optimizers whose update of a matrix needs more than the local
-shard.
+"""Base class and protocols of optimizers that need more of a matrix than its local shard.
 
 AdamW and SGD work element by element, so a shard suffices. Muon needs whole matrices, Adafactor
 sums over whole rows and columns, 8-bit AdamW whole blocks of a row. Each uses the parameter's
@@ -27,8 +26,9 @@ class MatrixExchange(Protocol):
     """Gather of whole matrices, each on one of its ranks, and scatter of the results."""
 
     def apply(self, function: MatrixFunction, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Apply `function` to every whole matrix, once per set of ranks that shard it; return
-        the local parts.
+        """Apply `function` to every whole matrix and return the local parts.
+
+        Each matrix is computed once per set of ranks that shard it.
 
         Args:
             tensors: this rank's part of each matrix by parameter name (empty where it has
@@ -52,14 +52,13 @@ class ModelCut(Protocol):
         ...
 
     def block_matrices(self) -> frozenset[str]:
-        """Return the trainable parameters of the whole model's blocks that are matrices or
-        experts' stacks of matrices.
-        """
+        """Return the trainable matrices, and experts' stacks of them, in the model's blocks."""
         ...
 
     def exchange(self, names: Collection[str]) -> MatrixExchange:
-        """Build the exchange of these parameters. Collective: every rank passes the same names
-        of the whole model.
+        """Build the exchange of these parameters.
+
+        Collective: every rank passes the same names of the whole model.
         """
         ...
 
@@ -107,9 +106,7 @@ class CutOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def walk(self, rule: str | None = None) -> Iterator[tuple[str, Tensor, Tensor, Tensor, dict[str, Any], dict[str, Any]]]:
-        """Yield (name, parameter, local part, local gradient, state, group) of every parameter
-        to update.
-        """
+        """Yield (name, parameter, local part, local gradient, state, group) to update."""
         for group in self.param_groups:
             if rule is not None and group["rule"] != rule:
                 continue

@@ -30,8 +30,9 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """`torch.optim.SGD` that updates local tensors. Momentum starts at zero, so it equals the
-    first gradient, as in torch.
+    """`torch.optim.SGD` that updates local tensors.
+
+    Momentum starts at zero, so after the first step it equals the first gradient, as in torch.
     """
 
     @torch.no_grad()

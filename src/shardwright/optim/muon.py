@@ -1,5 +1,4 @@
-"""Muon: matrices of blocks are updated by their orthogonalised momentum, all other parameters
-by AdamW.
+"""Muon: orthogonalised momentum for matrices of blocks, AdamW for all other parameters.
 
 The momentum is computed element by element and sharded like the parameter. Only for the
 orthogonalisation is a matrix gathered, on one of the ranks that shard it; that rank scatters
@@ -23,15 +22,16 @@ from torch.optim.adamw import adamw
 from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, local_part
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration that raises small singular values fastest; they end
-between 0.5 and 1.5, not at 1 (Jordan et al.)."""
+"""Coefficients of the quintic iteration that raises small singular values fastest.
+
+Singular values end between 0.5 and 1.5, not at 1 (Jordan et al.).
+"""
 _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 
 
 def orthogonalise(matrix_MN: Tensor) -> Tensor:
-    """Orthogonalise a matrix U S V^T to about U V^T by Newton-Schulz iterations, in its own
-    dtype.
+    """Orthogonalise U S V^T to about U V^T by Newton-Schulz iterations in the matrix's dtype.
 
     >>> matrix = orthogonalise(torch.randn(6, 4, dtype=torch.float64))
     >>> bool((torch.linalg.svdvals(matrix) - 1).abs().max() < 0.5)
@@ -48,8 +48,9 @@ def orthogonalise(matrix_MN: Tensor) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the orthogonalisation: bf16, as Muon's authors use, but fp64 for fp64
-    parameters.
+    """Return the dtype of the orthogonalisation.
+
+    It is bf16, as Muon's authors use, but fp64 for fp64 parameters.
     """
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
@@ -66,8 +67,9 @@ def update_scale(shape: tuple[int, ...]) -> float:
 
 
 class Muon(CutOptimizer):
-    """Muon for groups with `rule` muon and AdamW for groups with `rule` adamw; both with
-    decoupled decay.
+    """Muon for groups with `rule` muon, AdamW for groups with `rule` adamw.
+
+    Weight decay is decoupled in both.
     """
 
     rule = "muon"

@@ -8,8 +8,7 @@ from shardwright.config.training import TrainingSection
 
 
 def learning_rate_at(step: int, training: TrainingSection, total_steps: int, global_batch_size: int) -> float:
-    """Compute the learning rate of optimizer step `step`, counted from 0, in a run of
-    `total_steps`.
+    """Compute the learning rate of optimizer step `step`, counted from 0.
 
     During a warmup of w steps, step i has peak x (i + 1) / (w + 1). After it, with progress p =
     (step - w) / (total_steps - w) in [0, 1]: `constant` keeps the peak; `linear` and `cosine`

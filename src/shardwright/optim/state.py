@@ -1,5 +1,4 @@
-"""Optimizer state by parameter name: tensors and JSON values for checkpoints, restored bit for
-bit.
+"""Optimizer state by parameter name: tensors and JSON values for checkpoints, bit for bit.
 
 Names identify parameters here, because the order of groups and parameters depends on the layout
 and on the frozen parameters.
@@ -41,11 +40,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """Return moments as `optimizer.<parameter name>.<moment>`, the tensors that the optimizer
-    uses (DTensors under FSDP).
+    """Return the moments as `optimizer.<parameter name>.<moment>`.
 
-    Saving reads them, loading writes into them. They are created if no step has been taken.
-    Frozen parameters have none.
+    They are the tensors that the optimizer uses (DTensors under FSDP). Saving reads them,
+    loading writes into them. They are created if no step has been taken. Frozen parameters have
+    none.
     """
     return {key: moment.tensor for key, moment in optimizer_moments(optimizer, named_parameters).items()}
 
@@ -53,9 +52,7 @@ def optimizer_tensors(
 def optimizer_moments(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, Moment]:
-    """Return the moments by the names of `optimizer_tensors`, each with its parameter and
-    sharding.
-    """
+    """Return the moments by the same names, each with its parameter and sharding."""
     create_state(optimizer)
     names = {parameter: name for name, parameter in named_parameters}
     result: dict[str, Moment] = {}
@@ -71,8 +68,7 @@ def optimizer_moments(
 
 
 def optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state that is no tensor, as JSON: the rule, and per parameter its step count
-    and hyperparameters.
+    """Return as JSON the rule, and per parameter its step count and hyperparameters.
 
     The hyperparameters are for readers; they are not loaded.
     """

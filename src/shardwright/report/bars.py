@@ -22,9 +22,7 @@ _MARK_PIXELS = 8.0
 
 @dataclass(frozen=True)
 class Bar:
-    """One row: parts as (name, value), of which only positive values are drawn; `mark` is a
-    text after the bar.
-    """
+    """One row; negative parts are not drawn, and `mark` is a text after the bar."""
 
     label: str
     parts: tuple[tuple[str, float], ...]
@@ -39,8 +37,11 @@ class Bar:
 def draw_bars(
     bars: Sequence[Bar], *, unit: str, write: Callable[[float], str], tones: dict[str, str] | None = None, description: str = ""
 ) -> dict[str, str]:
-    """Draw the bars at every width of `WIDTHS`. `write` formats a value for its tooltip;
-    `tones` maps parts to the page's colours, such as `c0` or `quiet`."""
+    """Draw the bars at every width of `WIDTHS`.
+
+    `write` formats a value for its tooltip; `tones` maps parts to the page's colours, such as
+    `c0` or `quiet`.
+    """
     names = list(dict.fromkeys(name for bar in bars for name, _ in bar.parts))
     colours = {name: f"c{index % (NUM_COLOURS + 1)}" for index, name in enumerate(names)} | (tones or {})
     return {key: _draw(bars, width, unit, write, colours, description) for key, (width, _) in WIDTHS.items()}
@@ -96,9 +97,7 @@ def _fill(tone: str) -> str:
 
 
 def _legend(names: Sequence[str], tones: dict[str, str], width: int) -> tuple[list[str], int]:
-    """Draw the names of the parts in their colours; return the SVG parts and the y at which the
-    bars start.
-    """
+    """Draw the names of the parts in their colours; return them and the y of the first bar."""
     if len(names) < 2:
         return [], 4
     out: list[str] = []

@@ -76,9 +76,7 @@ def svg_loss(runs: Sequence[Run], *, title: str = "", width: int = 760, height: 
 
 @dataclass(frozen=True)
 class _Axis:
-    """The x axis of all charts: steps, or tokens if the runs have different numbers of tokens
-    per step.
-    """
+    """The x axis of all charts: steps, or tokens if the runs' batches differ in tokens."""
 
     label: str
     by_tokens: bool
@@ -146,9 +144,7 @@ def _validation_at_steps(run: Run) -> Floats:
 
 
 def _robust_range(lines: list[Series], raw: list[Series]) -> tuple[tuple[float, float] | None, int]:
-    """Return a range that a few outliers do not stretch, and the number of points outside
-    it.
-    """
+    """Return a range that outliers do not stretch, and the number of points outside it."""
     inner = [s.y[np.isfinite(s.y)] for s in lines]
     outer = [s.y[np.isfinite(s.y)] for s in raw]
     inner, outer = [y for y in inner if len(y)], [y for y in outer if len(y)]
@@ -212,9 +208,7 @@ def _chart_value(
 
 
 def _predicted(run: Run, key: str) -> float | None:
-    """Return the planner's throughput or MFU; the MFU is relative to the run's measured matmul
-    ceiling.
-    """
+    """Return the planner's throughput or MFU, relative to the run's measured ceiling."""
     tokens = run.prediction.get("tokens_per_second")
     if not isinstance(tokens, int | float) or key not in ("throughput", "mfu"):
         return None
@@ -233,9 +227,7 @@ def _clip_norm(run: Run) -> float | None:
 
 
 def _chart_memory(runs: Sequence[Run], axis: _Axis) -> Chart:
-    """Build the chart of peak memory: all ranks if few, else the highest and lowest; for
-    several runs the highest of each.
-    """
+    """Build the chart of peak memory: all ranks, or the highest and lowest of many."""
     series: list[Series] = []
     largest = max((float(np.nanmax(run.memory)) for run in runs if run.memory.size), default=0.0)
     size, unit = (GIB_BYTES, "GiB") if largest >= GIB_BYTES else (MIB_BYTES, "MiB")
@@ -291,9 +283,7 @@ def _chart_time(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
 
 
 def _top_of_areas(total: Floats) -> tuple[float, int]:
-    """Return the highest drawn value of a stack and the number of steps above it; a few
-    outliers do not flatten the rest.
-    """
+    """Return the highest drawn value of a stack, below outliers, and the number of outliers."""
     known = total[np.isfinite(total)]
     if not len(known):
         return 0.0, 0
@@ -303,9 +293,7 @@ def _top_of_areas(total: Floats) -> tuple[float, int]:
 
 
 def _chart_waits(run: Run, axis: _Axis, key: str, *, alone: bool) -> Chart:
-    """Build the stacked chart of waiting times by parallelism: the mean over ranks at the steps
-    that record them.
-    """
+    """Build the stacked chart of waiting times by parallelism, as means over ranks."""
     waits = waits_over_steps(run)
     x = np.array([event.step or 0 for event in run.ranks], dtype=np.float64)
     if axis.by_tokens and run.steps:
@@ -376,17 +364,13 @@ def _tabulate(axis: _Axis, runs: Sequence[Run], columns: Sequence[tuple[str, Cal
 
 
 def _value_at(at: float, x: Floats, y: Floats) -> float:
-    """Return y at the last x up to `at`, NaN outside; runs of different batch sizes have no
-    points at the same tokens.
-    """
+    """Return y at the last x up to `at`, NaN outside; batch sizes of runs may differ."""
     index = int(np.searchsorted(x, at, side="right")) - 1
     return float(y[index]) if index >= 0 and at <= x[-1] else math.nan
 
 
 def thin_for_hover(series: Series, buckets: int = 150) -> Series:
-    """Reduce a series to few points, because the page contains them a second time as
-    numbers.
-    """
+    """Reduce a series to few points, because the page repeats them as numbers."""
     if series.style == "area":
         return series
     x, y = thin(series.x, series.y, buckets)

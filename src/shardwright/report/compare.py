@@ -1,5 +1,4 @@
-"""Comparison of a run's loss curve with a reference's: first and largest deviation beyond a
-tolerance.
+"""Comparison of a run's loss curve with a reference's, within a tolerance.
 
 Both runs must have seen the same batches at the same steps; otherwise the comparison is an
 error. Relative differences per step are filtered by a running median of five, which removes
@@ -47,9 +46,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison. `left` is the first deviation beyond the tolerance, None if there
-    is none.
-    """
+    """Result of a comparison; `left` is the first deviation beyond the tolerance or None."""
 
     run: str
     reference: str
@@ -201,9 +198,7 @@ def _scan(steps: Floats, ours: Floats, theirs: Floats, window: int, tolerance: f
 
 
 def _running_median(values: Floats) -> Floats:
-    """Compute the median of each value and its neighbours, five in total; values at the ends
-    use the nearest full window.
-    """
+    """Compute running medians of five values; the ends repeat the nearest full window's."""
     width = min(_MEDIAN_STEPS, len(values))
     inner = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
     before = (width - 1) // 2

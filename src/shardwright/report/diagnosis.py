@@ -1,6 +1,4 @@
-"""Page of `doctor`: problems with remedies first, then the results and measured rates by
-section.
-"""
+"""Page of `doctor`: problems with remedies, then results and rates by section."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Line(Protocol):
 
 
 def render_diagnosis(title: str, lead: str, lines: Sequence[Line]) -> str:
-    """Render the page: checks that do not pass first, then each section, with a chart if it has
-    numbers.
-    """
+    """Render the page: checks that do not pass first, then each section."""
     counts = [(verdict, str(sum(line.verdict == verdict for line in lines))) for verdict in _VERDICT_TONES]
     panels = [_to_do(lines)]
     for section in dict.fromkeys(line.section for line in lines):
@@ -95,9 +91,7 @@ def _section(section: str, lines: Sequence[Line]) -> Panel:
 
 
 def _traffic(key: str, axis: str, lines: Sequence[Line]) -> Panel:
-    """Build the panel of collectives over one mesh axis: bus bandwidth of the largest message
-    as bars, all sizes in the table.
-    """
+    """Build the panel of collectives over one mesh axis: bus bandwidth by message size."""
     rates = [{int(size): rate for size, rate in line.numbers["bus_bytes_per_second"].items()} for line in lines]
     numbers = lines[0].numbers
     peak = numbers["peak_bytes_per_second"]

@@ -1,6 +1,4 @@
-"""Report of one or several runs as one self-contained HTML page, readable without its
-script.
-"""
+"""Report of runs as one self-contained HTML page, readable without its script."""
 
 from __future__ import annotations
 
@@ -40,8 +38,9 @@ _UNFOLDED = 40
 
 
 def render_page(runs: Sequence[Run], *, live_version: str | None = None) -> str:
-    """Render the page of one run, or of several in the same charts. With a version it is live:
-    see `shell.render_shell`.
+    """Render the page of one run, or of several in the same charts.
+
+    With a version it is live: see `shell.render_shell`.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
     summaries = [summarise(run) for run in runs]
@@ -166,15 +165,14 @@ def _head_of_many(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) -> s
 
 
 def _left(column: str) -> str:
-    """Return the class of left-aligned columns, which contain text; numbers are
-    right-aligned.
-    """
+    """Return the class of left-aligned columns, which contain text."""
     return ' class="text"' if column in ("run", "status", "layout") else ""
 
 
 def _notices(run: Run, *, name_it: bool) -> str:
-    """Render failures, skipped steps, read problems and warnings; if many, all warnings but the
-    first two are folded.
+    """Render failures, skipped steps, read problems and warnings.
+
+    Of more than three warnings, all but two are folded.
     """
     name = f"{run.name}: " if name_it else ""
     lines = [("notice bad", describe(event)) for event in run.log.of(Failed)]
@@ -244,9 +242,7 @@ def _render_chart(chart: Chart) -> str:
 
 
 def _describe_chart(chart: Chart) -> str:
-    """Describe a chart for screen readers: title, axes, and first and last value of each
-    curve.
-    """
+    """Describe title, axes, first and last values of a chart for screen readers."""
     ends = []
     for series in chart.readable[:8]:
         finite = [value for value in series.y.tolist() if math.isfinite(value)]
@@ -260,9 +256,7 @@ def _short(values: Any) -> list[float]:
 
 
 def _gap(x: Any) -> float:
-    """Return half the widest gap between points: the largest distance at which the pointer
-    shows a point.
-    """
+    """Return half the widest gap between points: the reach of the pointer."""
     return float((x[1:] - x[:-1]).max() / 2) if len(x) > 1 else 0.0
 
 

@@ -1,6 +1,4 @@
-"""Panels of one run: goodput, predicted and measured memory by part, expert load, generated
-samples.
-"""
+"""Panels of one run: goodput, memory by part, expert load, generated samples."""
 
 from __future__ import annotations
 
@@ -95,8 +93,9 @@ def _predicted_memory(run: Run) -> dict[str, float]:
 
 
 def _measured_memory(event: Memory) -> dict[str, float]:
-    """Return bytes by part on the rank with the highest peak; the rest of the peak is
-    activations, logits and temporary tensors.
+    """Return bytes by part on the rank with the highest peak.
+
+    The rest of the peak is activations, logits and temporary tensors.
     """
     rank = int(np.argmax(event.peak_bytes))
     parts = {name: float(getattr(event, f"{name}_bytes")[rank]) for name in ("weights", "gradients", "optimizer")}
@@ -109,9 +108,7 @@ def _measured_memory(event: Memory) -> dict[str, float]:
 
 
 def panel_of_experts(run: Run, key: str, title: str) -> Panel | None:
-    """Build the heat map of expert load: sparse layers by experts, tokens / even share, over
-    the last recorded steps.
-    """
+    """Build the heat map of expert load (tokens / even share) by layer and expert."""
     recorded = [step.expert_tokens for step in run.steps if step.expert_tokens]
     if not recorded:
         return None

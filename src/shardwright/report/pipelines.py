@@ -1,6 +1,4 @@
-"""Panels of a pipeline step: measured, and simulated from its schedule with free
-communication.
-"""
+"""Panels of a pipeline step, measured and simulated with free communication."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from shardwright.telemetry.events import PipelineRan
 
 
 def panels_of_pipeline(run: Run, key: str, title: str) -> list[Panel]:
-    """Build the panels of the last recorded step: measured, and simulated with the same mean
-    times and free communication.
-    """
+    """Build the panels of the last recorded step, measured and simulated."""
     events = [event for event in run.survivors if isinstance(event, PipelineRan)]
     if not events:
         return []
@@ -65,9 +61,7 @@ def _timeline_of(event: PipelineRan) -> Timeline:
 
 
 def _mean_times(ran: Timeline) -> Mapping[Action, float]:
-    """Return each action's mean time over the micro-batches of its stage and kind, in
-    seconds.
-    """
+    """Return each action's mean seconds over the micro-batches of its stage and kind."""
     times_by_kind: dict[tuple[str, int], list[float]] = {}
     for row, begins, ends in zip(ran.schedule.rows, ran.starts, ran.ends, strict=True):
         for action, begin, end in zip(row, begins, ends, strict=True):

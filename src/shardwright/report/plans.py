@@ -22,9 +22,7 @@ _TIME_TONES = {
 
 
 def render_plan(name: str, cluster: Cluster, found: Answer) -> str:
-    """Render the page of a plan: layouts by predicted throughput, memory and time by part, and
-    reasons for rejections.
-    """
+    """Render the page of a plan: predicted throughput, memory, time, and rejections."""
     chosen = found.chosen
     facts = []
     if chosen is not None:
@@ -119,9 +117,7 @@ def _growth(found: Answer) -> Panel | None:
 
 
 def render_schedule(schedule: Schedule, proof: Proof, timeline: Timeline) -> str:
-    """Render the page of a schedule: its picture, and compute, idle time and peak activations
-    of each rank.
-    """
+    """Render the page of a schedule: picture, utilisation and peak activations by rank."""
     pictures = {name: draw_inline(timeline, width) for name, (width, _) in WIDTHS.items()}
     step = timeline.step_seconds
     rows = tuple(

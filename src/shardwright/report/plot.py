@@ -60,9 +60,7 @@ class Series:
     y: Floats
     colour: int = 0
     style: Literal["line", "faint", "dashed", "dots", "area"] = "line"
-    """`faint` is for raw values behind other curves; `dots` joins points by a dashed line; an
-    `area` is stacked on the previous.
-    """
+    """`faint` is for raw values, `dots` have a dashed line, each `area` is stacked on the last."""
     labelled: bool = True
 
     @property
@@ -82,9 +80,7 @@ class Frame:
     y_log: bool = False
     y_from_zero: bool = False
     y_range: tuple[float, float] | None = None
-    """Default: range of the data. Values outside are clipped; the chart's note should say
-    so.
-    """
+    """Default: range of the data. The chart's note should mention clipped values."""
     rules: tuple[tuple[float, str], ...] = ()
     """Horizontal reference lines: value, label."""
     marks: tuple[tuple[float, str], ...] = ()
@@ -297,9 +293,7 @@ def _points(canvas: _Canvas, x: Floats, y: Floats) -> list[tuple[float, float]]:
 
 
 def _path(points: list[tuple[float, float]]) -> str:
-    """Format a path with relative moves in tenths of a pixel: half the bytes of absolute
-    ones.
-    """
+    """Format a path with relative moves in tenths of a pixel, half as long as absolute ones."""
     if not points:
         return ""
     tenths = [(round(x * 10), round(y * 10)) for x, y in points]
@@ -373,8 +367,7 @@ def _legend_pixels(name: str) -> float:
 
 
 def shorten_apart(names: Sequence[str], length: int) -> dict[str, str]:
-    """Shorten names to at most `length` characters, dropping a common prefix if they would
-    become equal.
+    """Shorten names to `length` characters, without a common prefix if they would be equal.
 
     >>> shorten_apart(["sweep-rate-1e-4-long", "sweep-rate-3e-4-long"], 12)
     {'sweep-rate-1e-4-long': '…1e-4-long', 'sweep-rate-3e-4-long': '…3e-4-long'}

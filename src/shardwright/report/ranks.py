@@ -63,9 +63,7 @@ def measure_ranks(run: Run) -> RankTimes | None:
 
 
 def panel_of_ranks(run: Run, key: str, title: str) -> Panel | None:
-    """Build the panel with a bar per rank: own work, and waiting by parallelism; slow ranks are
-    marked.
-    """
+    """Build the panel with a bar of work and waiting time per rank; slow ranks are marked."""
     times = measure_ranks(run)
     if times is None:
         return None
@@ -115,9 +113,7 @@ def colour_of_cut(cut: str) -> int:
 
 
 def waits_over_steps(run: Run) -> dict[str, Floats]:
-    """Compute the mean waiting time over ranks by kind of parallelism, in seconds, at the steps
-    of `run.ranks`.
-    """
+    """Compute mean waiting seconds over ranks by parallelism, at the steps of `run.ranks`."""
     axes = dict.fromkeys(axis for event in run.ranks for axis in event.wait_seconds)
     return {
         axis: np.array([float(np.mean(event.wait_seconds[axis])) if axis in event.wait_seconds else 0.0 for event in run.ranks])

@@ -1,6 +1,4 @@
-"""Recorded runs for `report` and `compare`: curves without withdrawn steps, history and summary
-numbers.
-"""
+"""Recorded runs: curves without withdrawn steps, history and summary numbers."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class Run:
 
     @cached_property
     def history(self) -> list[Event]:
-        """All events other than steps and their measurements, withdrawn ones included, in file
-        order.
-        """
+        """All events but steps and measurements, withdrawn ones included, in file order."""
         return [event for event in self.log if not isinstance(event, (Step, *MEASUREMENTS))]
 
     @cached_property
@@ -83,9 +79,7 @@ class Run:
 
     @cached_property
     def tokens_seen(self) -> Floats:
-        """Tokens since step 0 after each step; correct without the first steps, because all
-        steps have the same batch size.
-        """
+        """Tokens since step 0 after each step, computed from the constant batch size."""
         return np.array([step.tokens * (step.step or 0) for step in self.steps], dtype=np.float64)
 
     def curve(self, value: Callable[[Step], float | None]) -> Floats:
@@ -128,9 +122,7 @@ class Run:
 
     @cached_property
     def prediction(self) -> dict[str, Any]:
-        """The planner's prediction of this plan (`prediction.json`); empty if there is none or
-        it is unreadable.
-        """
+        """The planner's prediction (`prediction.json`); empty if missing or unreadable."""
         try:
             content = json.loads(read_text(self.path / PREDICTION_NAME))
         except (OSError, ValueError, RecursionError):
@@ -139,9 +131,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`completed`, `preempted`, `failed`, `not begun` (no events), or `RUNNING` (events
-        without a result).
-        """
+        """`completed`, `preempted`, `failed`, `not begun` (no events) or `RUNNING`."""
         if not self.log.events:
             return "not begun"
         for event in reversed(self.log.events):
@@ -192,8 +182,9 @@ def load_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """Summarise a run as JSON; unknown values are null. Medians exclude the first step, which
-    includes compilation.
+    """Summarise a run as JSON; unknown values are null.
+
+    Medians exclude the first step, which includes compilation.
     """
     start = run.start
     log = run.log

@@ -20,9 +20,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel position of a value; values outside the range are mapped outside the
-        pixels.
-        """
+        """Return the pixel position of a value, which may be outside the range."""
         if self.log:
             share = math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
         else:
@@ -71,8 +69,7 @@ def find_ticks(low: float, high: float, count: int, *, log: bool = False) -> lis
 
 
 def write_ticks(ticks: list[float]) -> list[str]:
-    """Format all ticks of an axis in one style: as few decimals as distinguish them, thousands
-    as k, M, B.
+    """Format all ticks of an axis in one style; thousands as k, M, B.
 
     >>> write_ticks([0.0, 12500.0, 25000.0]), write_ticks([1e-5, 1e-3])
     (['0', '12.5k', '25k'], ['1e-5', '1e-3'])
@@ -91,9 +88,7 @@ def write_ticks(ticks: list[float]) -> list[str]:
 
 
 def _write_small(tick: float) -> str:
-    """Format a tick of an axis with values below 0.001: with an exponent, except zero and
-    values from 0.01.
-    """
+    """Format a tick of an axis with values below 0.001, with an exponent if below 0.01."""
     if tick == 0 or abs(tick) >= 1e-2:
         return f"{tick:.6g}"
     mantissa, _, exponent = f"{tick:.3e}".partition("e")

@@ -36,9 +36,7 @@ _LONGEST_WAIT_SECONDS = 5.0
 
 
 class LivePage:
-    """Current page of the runs, rendered again after new events, for at most a tenth of the
-    time.
-    """
+    """Current page of the runs, rendered again after new events at most a tenth of the time."""
 
     def __init__(self, runs: Sequence[Path]) -> None:
         self._runs = list(runs)
@@ -73,9 +71,7 @@ class LivePage:
         return self._made()[1]
 
     def told_version(self) -> str:
-        """Return the version for pages that poll: the newest, or the rendered one while the
-        next rendering must wait.
-        """
+        """Return the newest version, or the rendered one while rendering must wait."""
         with self._lock:
             return self._version if self._version and time.monotonic() < self._rest_until else self.version()
 

@@ -1,5 +1,4 @@
-"""Common parts of all pages: the HTML shell with style and script, and panels with pictures and
-tables.
+"""Common parts of all pages: HTML shell, style, script, panels with pictures and tables.
 
 `plan`, `schedule` and others write pages with `render_page_of`; the page of a run (page.py)
 uses the same shell.
@@ -17,8 +16,7 @@ from shardwright.report.plot import STYLE
 from shardwright.schedule.svg import BARS_STYLE
 
 WIDTHS = {"large": (1116, 380), "medium": (560, 290), "narrow": (350, 250)}
-"""Width and height in pixels of the three versions of each picture; the style shows one by the
-width of the panel, so that text keeps its size from a phone to a desktop."""
+"""Width and height in pixels of the versions of each picture; the style shows one of them."""
 
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; "
@@ -39,9 +37,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Panel:
-    """Part of a page other than a line chart: pictures by width of `WIDTHS`, a note and a
-    table.
-    """
+    """Part of a page other than a line chart: pictures by width, a note and a table."""
 
     key: str
     """Unique key on the page."""
@@ -63,8 +59,9 @@ def render_page_of(title: str, lead: str, panels: Sequence[Panel], *, facts: Seq
 
 
 def render_shell(title: str, body: str, *, live_version: str | None = None) -> str:
-    """Render a page around a body; it loads nothing. A live page has a version and polls its
-    server for newer ones.
+    """Render a page around a body; it loads nothing.
+
+    A live page has a version and polls its server for newer ones.
     """
     files = resources.files("shardwright.report")
     style, reader, live = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "live.js"))

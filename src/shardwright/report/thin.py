@@ -35,8 +35,7 @@ def smooth(values: Floats, half_width: int) -> Floats:
 
 
 def thin(x: Floats, y: Floats, buckets: int) -> tuple[Floats, Floats]:
-    """Keep at most 4 points per bucket, in order: first, lowest, highest and last, so that all
-    peaks remain.
+    """Keep the first, lowest, highest and last point per bucket, so that peaks remain.
 
     `x` is ascending. Points whose y is not finite are removed first.
     """
@@ -56,9 +55,7 @@ def thin(x: Floats, y: Floats, buckets: int) -> tuple[Floats, Floats]:
 
 
 def bin_means(x: Floats, y: Floats, buckets: int) -> tuple[Floats, Floats]:
-    """Compute mean x and y of consecutive groups of equal size; used for stacked areas, whose
-    sums it preserves.
-    """
+    """Compute mean x and y of consecutive groups of equal size; keeps sums of areas exact."""
     if len(x) <= buckets:
         return x, y
     starts = np.linspace(0, len(x), buckets + 1).astype(int)[:-1]

@@ -44,9 +44,7 @@ def processes_of(run: Run) -> list[tuple[float, float]]:
 
 
 def svg_timeline(run: Run, width: int) -> str:
-    """Draw a bar for each training process and a lane for each kind of event that occurs; marks
-    have tooltips.
-    """
+    """Draw a bar per training process and a lane per kind of event, with tooltips."""
     spans = processes_of(run)
     low = spans[0][0]
     high = max(end for _, end in spans)
@@ -104,8 +102,6 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def list_history(run: Run) -> list[tuple[str, str, str]]:
-    """Return the rows of the timeline's table: time since the first event, kind and
-    description.
-    """
+    """Return the rows of the timeline's table: time since the first event, kind, text."""
     begin = run.log.events[0].time
     return [(format_seconds(max(0.0, event.time - begin)), event.kind.replace("_", " "), describe(event)) for event in run.history]
