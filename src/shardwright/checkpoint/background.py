@@ -127,7 +127,7 @@ class BackgroundSaver:
 
         Raises:
             SaveFailed: the previous save failed (this one was not started), or the ranks
-            disagree about the tensors.
+                disagree about the tensors.
         """
         previous = self.wait()
         plan = self._plan(step, tensors, values, merged)
@@ -167,7 +167,7 @@ class BackgroundSaver:
 
         Raises:
             SaveFailed: this save failed; or the previous one, which was still running, did
-            (this one was not started).
+                (this one was not started).
         """
         self.wait()
         plan = self._plan(step, tensors, values, merged)

@@ -3,8 +3,8 @@
     root/.saving-<token>/      all files are written here and synced to the device
         manifest.json          written last
     root/step-00000100         the folder after its rename, which makes the checkpoint visible
-    root/latest                file that names the checkpoint to resume from, replaced by a
-    rename root/best                  file that names the best checkpoint, likewise
+    root/latest                file that names the checkpoint to resume from, replaced by rename
+    root/best                  file that names the best checkpoint, likewise
     root/generation            generation of the run that may write here: see `checkpoint.fence`
 
 On object stores, which cannot rename, files are written under the checkpoint's final name, and
@@ -162,7 +162,7 @@ def publish(root: Place, folder: Place, manifest: Manifest, *, best: bool = Fals
 
     Raises:
         OSError: nothing was published; or, if moving a pointer failed, only the pointer is out
-        of date.
+            of date.
     """
     disk = disk or disk_of(root)
     # The hash is written before the manifest, so that a folder with a manifest is complete.

@@ -1,8 +1,9 @@
 """Headers of safetensors files, written and read without torch and the safetensors library.
 
 A file has 8 bytes of header length (little endian), the header as JSON, and the tensors' bytes
-without gaps. Source: https://github.com/huggingface/safetensors#format. We pad the header so
-that the data starts at a multiple of 64 bytes.
+without gaps. We pad the header so that the data starts at a multiple of 64 bytes.
+
+Source: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -59,10 +60,8 @@ def read_header(path: Place) -> dict[str, StoredTensor]:
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
                 raise CheckpointError(
-                    (
-                        f"{path.name} has a header of {header_bytes} "
-                        f"bytes in a file of {file.size_bytes}"
-                    ),
+                    f"{path.name} has a header of {header_bytes} "
+                    f"bytes in a file of {file.size_bytes}",
                     field=str(path.parent),
                     allowed=f"at most {MAX_HEADER_BYTES} and inside the file",
                 )

@@ -127,7 +127,7 @@ def read_run_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None =
 
     Raises:
         CheckpointError: the values cannot be read, or a field is invalid. The same error on
-        every rank.
+            every rank.
     """
     return parse_values(read_values(found, group=group), found.path, step=found.step)
 
@@ -139,15 +139,15 @@ def load_checkpoint(
 
     Args:
         checkpoint: a folder, which is hashed first, or the result of `newest_checkpoint`, which
-        has been hashed already. tensors: plain tensors or DTensors of any layout by name; the
-        ranks together must name exactly the saved tensors. group: ranks that load together;
-        None is the default group, or this process alone.
+            has been hashed already.
+        tensors: plain tensors or DTensors of any layout by name; the ranks together must name
+            exactly the saved tensors.
+        group: ranks that load together; None is the default group, or this process alone.
 
     Raises:
         CheckpointError: damage, or tensors that are missing, surplus or of another shape or
-        dtype. Raised on every rank before any
-            tensor changes; only a file that becomes unreadable after it was hashed can leave
-            tensors partly loaded.
+            dtype. Raised on every rank before any tensor changes; only a file that becomes
+            unreadable after it was hashed can leave tensors partly loaded.
     """
     ranks = Ranks(group)
     found = checkpoint if isinstance(checkpoint, WholeCheckpoint) else open_checkpoint(checkpoint, group=group)

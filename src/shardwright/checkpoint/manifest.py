@@ -1,11 +1,12 @@
 """Manifest of a checkpoint: its files and the slices of its tensors, as JSON. No torch.
 
     {"format": "shardwright-checkpoint", "format_version": 1, "step": 100, "world_size": 4,
-    "written_by": "...",
+     "written_by": "...",
      "files":   {"shard-00000.safetensors": {"size_bytes": 8264, "sha256": "..."},
-     "values.json": {...}}, "tensors": {"model.norm.weight": {"dtype": "F32", "shape": [64],
+                 "values.json": {...}},
+     "tensors": {"model.norm.weight": {"dtype": "F32", "shape": [64],
                  "slices": [{"file": "shard-00000.safetensors", "key": "model.norm.weight",
-                 "offsets": [0], "lengths": [64]}]}}}
+                             "offsets": [0], "lengths": [64]}]}}}
 
 A manifest may come from an untrusted source: everything is checked before any file is opened.
 File names contain no folders, so that none leads outside the checkpoint. `manifest.sha256`
@@ -129,7 +130,7 @@ def read_manifest(folder: Place) -> Manifest:
 
     Raises:
         CheckpointError: the manifest is missing, damaged, invalid, of another program or of a
-        newer format.
+            newer format.
     """
     return parse_manifest(read_manifest_text(folder), folder)
 
@@ -300,7 +301,7 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
 
     Raises:
         CheckpointError: JSON would change or cannot represent a value; the message names its
-        location.
+            location.
     """
     _require_json(values, "values")
     text = json.dumps(values, allow_nan=False, indent=1).encode() + b"\n"

@@ -54,7 +54,7 @@ def held_tensor(name: str, tensor: torch.Tensor | Part) -> HeldTensor:
 
     Raises:
         CheckpointError: not a tensor, a dtype that cannot be stored, or a Partial placement
-        (unreduced sums).
+            (unreduced sums).
     """
     if isinstance(tensor, Part):
         return _described(name, tensor)

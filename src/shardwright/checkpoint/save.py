@@ -72,21 +72,22 @@ def save_checkpoint(
 
     Args:
         root: folder or fsspec URL of one run's checkpoints, the same for all ranks (shared
-        between machines). step: number of finished optimizer steps. tensors: tensors by name.
-        Plain tensors are replicated on all ranks that name them; DTensors know their sharding.
-        Ranks may
-            name different tensors (pipeline stages).
-        values: all other state, as JSON; the first rank's is written. merged: further values
-        that are distributed over ranks: objects are merged key by key, equal keys must have
-        equal values. group: ranks that save together; None is the default group, or this
-        process alone if there is none. keep: rule for older checkpoints; None removes none.
-        best: let `root/best` name this checkpoint. disk: file operations; tests pass one that
-        fails.
+            between machines).
+        step: number of finished optimizer steps.
+        tensors: tensors by name. Plain tensors are replicated on all ranks that name them;
+            DTensors know their sharding. Ranks may name different tensors (pipeline stages).
+        values: all other state, as JSON; the first rank's is written.
+        merged: further values that are distributed over ranks: objects are merged key by key,
+            equal keys must have equal values.
+        group: ranks that save together; None is the default group, or this process alone if
+            there is none.
+        keep: rule for older checkpoints; None removes none.
+        best: let `root/best` name this checkpoint.
+        disk: file operations; tests pass one that fails.
 
     Raises:
         SaveFailed: a rank could not write, or the ranks disagree about the tensors. Older
-        checkpoints are intact, nothing is left
-            behind, and the run may continue.
+            checkpoints are intact, nothing is left behind, and the run may continue.
     """
     ranks = Ranks(group)
     plan = plan_save(ranks, step, tensors, values, merged)

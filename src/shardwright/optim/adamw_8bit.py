@@ -55,7 +55,7 @@ def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_s
 
     Raises:
         LayoutError: a block is split; the message names the parameter, its shape and the
-        largest block size that fits.
+            largest block size that fits.
     """
     for name, described in layouts.items():
         if not is_quantised(described.shape):
@@ -65,10 +65,8 @@ def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_s
             fitting = [size for size in _BLOCK_SIZES if all(edge % size == 0 for edge in edges)]
             allowed = f"optimizer.block_size {fitting[0]}" if fitting else "no block size of 32 or more fits"
             raise LayoutError(
-                (
-                    f"the layout splits the rows of {name} {list(described.shape)} "
-                    f"inside blocks of {block_size} 8-bit moments"
-                ),
+                f"the layout splits the rows of {name} {list(described.shape)} "
+                f"inside blocks of {block_size} 8-bit moments",
                 field="optimizer.block_size",
                 got=block_size,
                 allowed=allowed,

@@ -38,7 +38,7 @@ def build_optimizer(
 
     Args:
         cut: how the parameters are sharded; not needed for adamw and sgd, which work element by
-        element.
+            element.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     matrices = cut.block_matrices() if section.name == "muon" and cut is not None else frozenset()
@@ -56,8 +56,7 @@ def build_optimizer(
         groups.append({"params": [], "weight_decay": 0.0} | ({"rule": "adamw"} if section.name == "muon" else {}))
     implementation = choose_implementation([parameter for _, parameter in named])
     if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in named):
-        # torch's fused SGD rounds the momentum differently; resumed runs must continue bit for
-        # bit
+        # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
         implementation = {"foreach": True}
     optimizer = _build(section, groups, learning_rate, implementation, cut)
     label = next((name for name, on in implementation.items() if on), "loop") if section.name in ("adamw", "sgd") else "own"

@@ -32,8 +32,8 @@ class MatrixExchange(Protocol):
 
         Args:
             tensors: this rank's part of each matrix by parameter name (empty where it has
-            none), all of one dtype. A stack counts as
-                that many matrices. Every rank passes the same parameters of its stage.
+                none), all of one dtype. A stack counts as that many matrices. Every rank passes
+                the same parameters of its stage.
         """
         ...
 

@@ -89,8 +89,9 @@ def load_optimizer_values(
     """Set the step counts from `optimizer_values`. Hyperparameters remain those of the recipe.
 
     Args:
-        values: values of the whole model. trainable: names of the whole model's trainable
-        parameters, if this optimizer has only some (those of a pipeline stage).
+        values: values of the whole model.
+        trainable: names of the whole model's trainable parameters, if this optimizer has only
+            some (those of a pipeline stage).
 
     Raises:
         CheckpointError: the rule or the set of trainable parameters differs.

@@ -82,9 +82,10 @@ def compare_runs(run: Run, reference: Run, *, tolerance: float = 0.003, window_s
     """Compare a run's losses with a reference's.
 
     Args:
-        run, reference: results of `load_run`. tolerance: relative tolerance; 0.003 is 0.3% of
-        the reference's loss. window_steps: steps per mean; default a tenth of the compared
-        steps, between 25 and 1000.
+        run, reference: results of `load_run`.
+        tolerance: relative tolerance; 0.003 is 0.3% of the reference's loss.
+        window_steps: steps per mean; default a tenth of the compared steps, between 25 and
+            1000.
 
     Raises:
         InputError: the runs cannot be compared; the message names the reason.
@@ -164,10 +165,8 @@ def _align(run: Run, reference: Run) -> tuple[Floats, Floats, Floats]:
     for number in common:
         if run_steps[number].samples_seen != reference_steps[number].samples_seen:
             raise InputError(
-                (
-                    f"the runs cannot be compared: after step {number:,} "
-                    "they had seen different numbers of samples"
-                ),
+                f"the runs cannot be compared: after step {number:,} "
+                "they had seen different numbers of samples",
                 field="samples_seen",
                 got=f"{run_steps[number].samples_seen:,}",
                 allowed=f"{reference_steps[number].samples_seen:,}, as in the reference",

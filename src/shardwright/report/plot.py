@@ -37,10 +37,8 @@ STYLE = """
 .plot .dashed{stroke-width:1.8;stroke-dasharray:5 4}
 .plot .area{stroke:none;opacity:.8}.plot .dot{stroke:var(--paper);stroke-width:1}
 """ + "".join(
-    (
-        f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}.plot "
-        f"text.f{i}{{fill:var(--c{i});font-weight:600}}"
-    )
+    f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}.plot "
+    f"text.f{i}{{fill:var(--c{i});font-weight:600}}"
     for i in range(NUM_COLOURS + 1)
 )
 

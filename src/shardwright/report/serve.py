@@ -4,9 +4,10 @@ It listens on 127.0.0.1 only and answers only addresses with its random token. R
 Host header names another machine are rejected, so that no web page can reach it by DNS
 rebinding. There are four addresses and no files:
 
-    /TOKEN/           the page                 /TOKEN/page      the same; the page fetches its
-    updates from it /TOKEN/state      the version, as JSON     /TOKEN/metrics   the latest
-    numbers as Prometheus text
+    /TOKEN/           the page
+    /TOKEN/page       the same; the page fetches its updates from it
+    /TOKEN/state      the version, as JSON
+    /TOKEN/metrics    the latest numbers as Prometheus text
 """
 
 from __future__ import annotations
