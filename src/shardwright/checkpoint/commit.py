@@ -219,7 +219,7 @@ def prune(root: Place, keep: Keep, disk: Disk | None = None) -> list[Place]:
     current = {f.step: f for f in folders if latest is None or f <= latest}  # ascending: the last attempt of a step wins
     retained = {f.path for f in list(current.values())[-keep.last :]}
     retained |= {f.path for step, f in current.items() if keep.every and step % keep.every == 0}
-    retained |= {named.path for named in (latest, read_pointer(root, BEST)) if named is not None}
+    retained |= {target.path for target in (latest, read_pointer(root, BEST)) if target is not None}
     return remove_checkpoints(root, (f.path for f in folders if f.path not in retained), disk)
 
 

@@ -54,11 +54,11 @@ def newest_checkpoint(root: str | Place, *, group: dist.ProcessGroup | None = No
         path = root / name
         manifest, faults = _verified(ranks, path)
         if manifest is not None and not faults:
-            found = WholeCheckpoint(path, manifest, tuple(refused))
+            checkpoint = WholeCheckpoint(path, manifest, tuple(refused))
             if refused and ranks.is_first:
                 lost = "; ".join(map(str, refused))
                 logger.warning("falling back from %s to %s: %s", refused[0].path.name, path.name, lost)
-            return found
+            return checkpoint
         refused.append(Refused.because(path, faults))
     if refused and ranks.is_first:
         logger.warning("no checkpoint in %s can be used: %s", root, "; ".join(map(str, refused)))
@@ -150,19 +150,19 @@ def load_checkpoint(
             unreadable after it was hashed can leave tensors partly loaded.
     """
     ranks = Ranks(group)
-    found = checkpoint if isinstance(checkpoint, WholeCheckpoint) else open_checkpoint(checkpoint, group=group)
-    values = read_values(found, group=group)
-    local_tensors = _fitting(ranks, found, tensors)
+    verified = checkpoint if isinstance(checkpoint, WholeCheckpoint) else open_checkpoint(checkpoint, group=group)
+    values = read_values(verified, group=group)
+    local_tensors = _fitting(ranks, verified, tensors)
     fault = None
     try:
-        with torch.no_grad(), _Files(found.path) as files:
+        with torch.no_grad(), _Files(verified.path) as files:
             for name, tensor in local_tensors.items():
-                _fill(tensor, name, found.manifest, files)
+                _fill(tensor, name, verified.manifest, files)
     except (ShardwrightError, OSError, RuntimeError) as error:
         fault = str(error)
     faults = [f"rank {rank}: {fault}" for rank, fault in enumerate(ranks.gather(fault)) if fault is not None]
     if faults:
-        raise CheckpointError(f"could not be read; tensors may be partly loaded. {'; '.join(faults)}", field=str(found.path))
+        raise CheckpointError(f"could not be read; tensors may be partly loaded. {'; '.join(faults)}", field=str(verified.path))
     return values
 
 

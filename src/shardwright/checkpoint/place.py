@@ -113,8 +113,8 @@ class RemotePath:
             entries = self.file_system.ls(self.path, detail=True)
         except FileNotFoundError:
             return {}
-        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries if entry["name"].strip("/")}
-        return {name: int(entry["size"] or 0) if entry["type"] == "file" else None for name, entry in named.items()}
+        entries_by_name = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries if entry["name"].strip("/")}
+        return {name: int(entry["size"] or 0) if entry["type"] == "file" else None for name, entry in entries_by_name.items()}
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield the paths in the folder."""

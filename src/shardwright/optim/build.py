@@ -40,22 +40,22 @@ def build_optimizer(
         cut: how the parameters are sharded; not needed for adamw and sgd, which work element by
             element.
     """
-    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     matrices = cut.block_matrices() if section.name == "muon" and cut is not None else frozenset()
     groups: list[dict[str, Any]] = []
     for rule in ("muon", "adamw") if section.name == "muon" else (section.name,):
         for decay, is_decayed in ((weight_decay, True), (0.0, False)):
             members = [
                 (name, parameter)
-                for name, parameter in named
+                for name, parameter in trainable
                 if (name in matrices) == (rule == "muon") and _decays(name, parameter) == is_decayed
             ]
             if members:
                 groups.append({"params": members, "weight_decay": decay} | ({"rule": rule} if section.name == "muon" else {}))
     if not groups:  # a pipeline rank whose stages are frozen
         groups.append({"params": [], "weight_decay": 0.0} | ({"rule": "adamw"} if section.name == "muon" else {}))
-    implementation = choose_implementation([parameter for _, parameter in named])
-    if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in named):
+    implementation = choose_implementation([parameter for _, parameter in trainable])
+    if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in trainable):
         # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
         implementation = {"foreach": True}
     optimizer = _build(section, groups, learning_rate, implementation, cut)

@@ -73,8 +73,8 @@ class Comparison:
         """Return the result as JSON for `--json`."""
         deviations = ("worst", "left", "validation_worst", "validation_left")
         plain = {name: value for name, value in vars(self).items() if name not in deviations}
-        found: dict[str, Deviation | None] = {name: getattr(self, name) for name in deviations}
-        nested = {name: deviation.as_dict() if deviation else None for name, deviation in found.items()}
+        deviation_by_name: dict[str, Deviation | None] = {name: getattr(self, name) for name in deviations}
+        nested = {name: deviation.as_dict() if deviation else None for name, deviation in deviation_by_name.items()}
         return {"schema_version": SCHEMA_VERSION, "agrees": self.agrees, **plain, **nested, "notes": list(self.notes)}
 
 
@@ -200,8 +200,8 @@ def _running_median(values: Floats) -> Floats:
     """Compute running medians of five values; the ends repeat the nearest full window's."""
     width = min(_MEDIAN_STEPS, len(values))
     inner = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
-    before = (width - 1) // 2
-    return np.pad(inner, (before, width - 1 - before), mode="edge")
+    num_before = (width - 1) // 2
+    return np.pad(inner, (num_before, width - 1 - num_before), mode="edge")
 
 
 def _window_means(values: Floats, window: int) -> Floats:
@@ -218,15 +218,15 @@ def _compare_validation(
     left: Deviation | None = None
     points = unequal = 0
     for evaluation in run.evaluations:
-        other = reference_evaluations.get(evaluation.step)
-        if other is None or evaluation.step is None or not math.isfinite(other.loss):
+        reference_evaluation = reference_evaluations.get(evaluation.step)
+        if reference_evaluation is None or evaluation.step is None or not math.isfinite(reference_evaluation.loss):
             continue
-        if evaluation.tokens != other.tokens:
+        if evaluation.tokens != reference_evaluation.tokens:
             unequal += 1
             continue
         points += 1
-        difference = (evaluation.loss - other.loss) / max(abs(other.loss), 1e-8)
-        deviation = Deviation(evaluation.step, evaluation.step, evaluation.loss, other.loss, difference)
+        difference = (evaluation.loss - reference_evaluation.loss) / max(abs(reference_evaluation.loss), 1e-8)
+        deviation = Deviation(evaluation.step, evaluation.step, evaluation.loss, reference_evaluation.loss, difference)
         size = abs(difference) if math.isfinite(difference) else math.inf
         if worst is None or size > abs(worst.relative_difference):
             worst = deviation
