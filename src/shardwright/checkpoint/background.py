@@ -132,8 +132,9 @@ class BackgroundSaver:
         previous = self.wait()
         plan = self._plan(step, tensors, values, merged)
         ready = _all_done_so_far([values for *_, values in plan.writing])
+        place = place_of(root)
         self._copied.clear()
-        self._saving = self._pool.submit(self._copy_and_finish, place_of(root), plan, ready, keep=keep, best=best)
+        self._saving = self._pool.submit(lambda: self._copy_and_finish(place, plan, ready, keep=keep, best=best))
         return previous
 
     def await_copy(self) -> None:
