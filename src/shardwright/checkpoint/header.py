@@ -95,8 +95,10 @@ def parse_header(text: bytes, file_bytes: int, path: Place) -> dict[str, StoredT
         if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
             raise build_error(f"{key!r:.80} has a malformed shape or data_offsets")
         if offsets[1] - offsets[0] != DTYPE_BYTES[dtype] * math.prod(shape):
-            raise build_error(f"{key!r:.80} has {offsets[1] - offsets[0]} "
-            "bytes, which does not match its shape and dtype")
+            raise build_error(
+                f"{key!r:.80} has {offsets[1] - offsets[0]} "
+                "bytes, which does not match its shape and dtype"
+            )
         tensors[key] = StoredTensor(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
     position = data_start
     for key, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):

@@ -193,8 +193,10 @@ def _fitting(ranks: Ranks, found: WholeCheckpoint, tensors: Mapping[str, torch.T
         if saved is None:
             problems.append(f"missing {name}: not in the checkpoint")
         elif saved.shape != local_tensors[name].shape:
-            problems.append(f"{name} has shape {saved.shape} in the "
-            f"checkpoint, {local_tensors[name].shape} here")
+            problems.append(
+                f"{name} has shape {saved.shape} in the "
+                f"checkpoint, {local_tensors[name].shape} here"
+            )
         elif saved.dtype != local_tensors[name].dtype:
             problems.append(f"{name} is {saved.dtype} in the checkpoint, {local_tensors[name].dtype} here")
     reports = ranks.gather({"names": sorted(tensors), "problems": problems})

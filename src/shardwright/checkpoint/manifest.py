@@ -164,8 +164,10 @@ def parse_manifest(text: bytes, folder: Place) -> Manifest:
         reader.refuse(f"is not a {FORMAT} manifest")
     version = reader.count(top.get("format_version"), "format_version")
     if version > FORMAT_VERSION:
-        reader.refuse(f"has format version {version}; this shardwright "
-        f"reads up to {FORMAT_VERSION}. Use a newer shardwright")
+        reader.refuse(
+            f"has format version {version}; this shardwright "
+            f"reads up to {FORMAT_VERSION}. Use a newer shardwright"
+        )
     if version != FORMAT_VERSION:
         reader.refuse(f"has format version {version}, which does not exist")
     reader.keys(top, {"format", "format_version", "step", "world_size", "written_by", "files", "tensors"}, "the manifest")
@@ -219,8 +221,10 @@ class _Reader:
 
     def file(self, name: str, value: object) -> StoredFile:
         if not _FILE_NAME.fullmatch(name) or len(name) > 200 or name in (MANIFEST_NAME, MANIFEST_HASH_NAME):
-            self.refuse(f"names a file {name!r:.200}; only names "
-            "of files in the folder itself are allowed")
+            self.refuse(
+                f"names a file {name!r:.200}; only names "
+                "of files in the folder itself are allowed"
+            )
         entry = self.mapping(value, f"file {name}")
         self.keys(entry, {"size_bytes", "sha256"}, f"file {name}")
         sha256 = self.text(entry["sha256"], f"sha256 of {name}")
@@ -257,8 +261,10 @@ class _Reader:
         for name, entry in tensors.items():
             for part in entry.slices:
                 if (part.file, part.key) in seen:
-                    self.refuse(f"uses {part.key!r:.200} of {part.file} "
-                    f"twice, the second time for tensor {name:.200}")
+                    self.refuse(
+                        f"uses {part.key!r:.200} of {part.file} "
+                        f"twice, the second time for tensor {name:.200}"
+                    )
                 seen.add((part.file, part.key))
 
 

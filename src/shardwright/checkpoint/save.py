@@ -229,8 +229,10 @@ def _told(ranks: Ranks, mine: Mapping[str, HeldTensor]) -> Held:
         for name, (dtype, shape, boxes) in rank_tensors.items():
             entry = entries.setdefault(name, (dtype, tuple(shape), {}))
             if entry[:2] != (dtype, tuple(shape)):
-                raise SaveFailed(f"ranks disagree about {name}: {entry[0]} "
-                f"{entry[1]}, on rank {rank} {dtype} {tuple(shape)}")
+                raise SaveFailed(
+                    f"ranks disagree about {name}: {entry[0]} "
+                    f"{entry[1]}, on rank {rank} {dtype} {tuple(shape)}"
+                )
             for offsets, lengths in boxes:
                 entry[2].setdefault(Box(tuple(offsets), tuple(lengths)), []).append(rank)
     for name, (_, shape, holders) in entries.items():
@@ -255,8 +257,10 @@ def _merge_into(whole: dict[str, Any], told: Mapping[str, Any], rank: int, place
         if isinstance(value, dict) and isinstance(whole.setdefault(key, {}), dict):
             _merge_into(whole[key], value, rank, f"{place}.{key}")
         elif whole.setdefault(key, value) != value:
-            raise SaveFailed(f"ranks disagree about {place}.{key}: "
-            f"{whole[key]!r:.80}, on rank {rank} {value!r:.80}")
+            raise SaveFailed(
+                f"ranks disagree about {place}.{key}: "
+                f"{whole[key]!r:.80}, on rank {rank} {value!r:.80}"
+            )
 
 
 def _assigned(held: Held) -> tuple[dict[str, TensorEntry], dict[tuple[str, Box], int]]:

@@ -92,8 +92,10 @@ def _faults_of_header(path: Place, manifest: Manifest) -> list[str]:
             faults.append(f"{path.name} does not hold {key!r:.200} of tensor {name}")
         elif stored[key].dtype != dtype or stored[key].shape != box.lengths:
             found = f"{stored[key].dtype} {stored[key].shape}"
-            faults.append(f"{path.name} holds {key!r:.200} as {found}, "
-            f"but the manifest lists {dtype} {box.lengths}")
+            faults.append(
+                f"{path.name} holds {key!r:.200} as {found}, "
+                f"but the manifest lists {dtype} {box.lengths}"
+            )
     return faults
 
 

@@ -245,8 +245,10 @@ def _missing_notes(run: Run, reference: Run, steps: Floats) -> list[str]:
     for longer in (run, reference):
         last = longer.steps[-1].step or 0
         if last > steps[-1]:
-            notes.append(f"{longer.name} continues to step {last:,}; "
-            f"the other ends at {int(steps[-1]):,}")
+            notes.append(
+                f"{longer.name} continues to step {last:,}; "
+                f"the other ends at {int(steps[-1]):,}"
+            )
     return notes
 
 
