@@ -92,7 +92,7 @@ def panel_of_ranks(run: Run, key: str, title: str) -> Panel | None:
     pictures = draw_bars(
         bars, unit="ms per step", write=lambda value: format_seconds(value / 1000), tones=_TONES, description=f"{title}: {note}"
     )
-    columns = ("rank", "step, ms", "at work, ms", "/ median", *(f"waiting for {axis}, ms" for axis in times.waits))
+    columns = ("rank", "step, ms", "at work, ms", "work / median", *(f"waiting for {axis}, ms" for axis in times.waits))
     rows = tuple(
         (
             f"{rank}{' (slow)' if rank in slow else ''}",

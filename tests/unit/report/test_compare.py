@@ -108,7 +108,7 @@ def test_a_shorter_reference_is_said(tmp_path: Path) -> None:
     run, reference = load_runs([write_run(tmp_path / "run", 120), write_run(tmp_path / "reference", 80)])
     found = compare_runs(run, reference)
     assert found.last_step == 80
-    assert any("goes on to step 120" in note for note in found.notes)
+    assert any("continues to step 120" in note for note in found.notes)
 
 
 def test_validation_is_compared_point_by_point(tmp_path: Path) -> None:

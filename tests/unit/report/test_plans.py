@@ -57,7 +57,7 @@ def test_a_schedule_as_a_page(tmp_path: Path) -> None:
     page = out.read_text()
     check_whole(page)
     assert page.count("<title>0F0: 0 to") == 3  # drawn at every width
-    assert "free of deadlock" in page
+    assert "without deadlock" in page
 
 
 def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
