@@ -80,7 +80,7 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_nothing(ranks: RankPool, tm
         "rank 0: No space left on device",
         "rank 1: x: not a tensor",
         "rank 1: x: this dtype cannot be stored",
-        "rank 1: values.loss: JSON has no such number",
+        "rank 1: values.loss: JSON cannot represent this number",
         "disagree about x",
         "different steps",
     ]

@@ -195,7 +195,7 @@ def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> Non
         for rank in range(2)
     ]
     assert of_ranks[0] == of_ranks[1]
-    assert "Traffic over tp = all" in page.read_text()
+    assert "Collectives over tp = all" in page.read_text()
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
-"""Saving while the training goes on: a thread copies to host memory while gradients are computed, then writes.
+"""Saving during training: a thread copies the state to host memory and then writes it.
 
-Tensors of the state change in the optimizer's update alone. So the copy has the whole forward and backward pass of the next step,
-and the training waits, before the update, for what is left of it.
+The optimizer's update alone changes the state. So the copy can overlap with the forward and
+backward passes of the next step; before its update, training waits until the copy is finished.
 """
 
 from __future__ import annotations
@@ -31,28 +31,31 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostCopy:
-    """Host memory that one save after the other is copied into.
+    """Host buffer that successive saves reuse.
 
-    Fresh memory costs more than the copy (a page fault every 4 KiB, and pinning beside a GPU), so it is kept.
+    Allocating memory costs more than the copy (a page fault every 4 KiB, and pinning if there
+    is a GPU).
     """
 
     def __init__(self) -> None:
         self._memory_N = torch.empty(0, dtype=torch.uint8)
 
     def take(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None = None) -> list[torch.Tensor]:
-        """Contiguous copies, valid until the next call.
+        """Return contiguous copies, valid until the next call.
 
-        From a GPU all copies are under way before the first is waited for, on a stream of their own beside the training's, once
-        `ready` has come.
+        Copies from a GPU are asynchronous, on a stream separate from training's, and start
+        after the event `ready`.
         """
-        starts, total = [], 0
+        starts = []
+        num_bytes = 0
         for tensor in tensors:
-            starts.append(total)
-            total += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            starts.append(num_bytes)
+            num_bytes += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if total > self._memory_N.numel():
-            self._memory_N = torch.empty(0, dtype=torch.uint8)  # the old before the new: never both
-            self._memory_N = torch.empty(total, dtype=torch.uint8, pin_memory=device is not None)
+        if num_bytes > self._memory_N.numel():
+            # Free the old buffer first: never hold both.
+            self._memory_N = torch.empty(0, dtype=torch.uint8)
+            self._memory_N = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device is not None)
         copies = []
         with torch.no_grad(), _beside_the_training(device, ready):
             for start, tensor in zip(starts, tensors, strict=True):
@@ -63,29 +66,31 @@ class HostCopy:
 
 @contextmanager
 def _beside_the_training(device: torch.device | None, ready: torch.cuda.Event | None) -> Iterator[None]:
-    """A CUDA stream of its own, waited for at the end; nothing without a GPU."""
+    """Run the block on a separate CUDA stream, synchronised at the end, if there is a GPU."""
     if device is None:
         yield
         return
     stream = torch.cuda.Stream(device)
     if ready is not None:
         stream.wait_event(ready)
-    with torch.cuda.stream(stream):  # a thread's device is the first one until it is told another
+    with torch.cuda.stream(stream):  # also sets the thread's device, by default device 0
         yield
     stream.synchronize()
 
 
 class BackgroundSaver:
-    """Saves on a thread, one checkpoint at a time, over a process group of its own.
+    """Saver that writes on a thread, one checkpoint at a time, with its own process group.
 
-    Every rank makes one, and calls `save`, `save_now` and `wait` in the same order. A save that failed is raised by the next of
-    these calls, on every rank: it is never lost. After `save` no tensor may change before `await_copy` has returned.
+    Every rank creates one and calls `save`, `save_now` and `wait` in the same order. If a save
+    fails, the next of these calls raises the error on every rank. After `save` no tensor may
+    change until `await_copy` has returned.
     """
 
     def __init__(self, *, timeout_seconds: float = 1800.0, disk: Disk | None = None) -> None:
-        # The thread's collectives must not mix with the training's, so they get a group of their own, on the host's memory.
-        alone = not (dist.is_available() and dist.is_initialized())
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        # The thread's collectives must not mix with training's, so they use a separate group,
+        # in host memory.
+        is_single = not (dist.is_available() and dist.is_initialized())
+        self._group = None if is_single else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._ranks = Ranks(self._group)
         self._disk = disk
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-save")
@@ -97,7 +102,10 @@ class BackgroundSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is still being written. Ranks may see its end at different times: no collective may hang on it."""
+        """True while a save is being written.
+
+        Ranks may see it end at different times, so no collective may depend on it.
+        """
         return self._saving is not None and not self._saving.done()
 
     def save(
@@ -111,36 +119,39 @@ class BackgroundSaver:
         keep: Keep | None = None,
         best: bool = False,
     ) -> SavedCheckpoint | None:
-        """Start copying and writing what this rank has to write; the arguments are those of `save_checkpoint`.
+        """Start to copy and write this rank's share. See `save_checkpoint`.
 
-        Waits for the save before, if it is still going on, and returns what came of it. The tensors must stay as they are until
-        `await_copy` has returned; a change that torch counts (not inside DTensors) makes the save fail.
+        Waits for the previous save if it is still running, and returns its result. The tensors
+        must not change until `await_copy` has returned; a change that torch counts (not inside
+        DTensors) makes the save fail.
 
         Raises:
-            SaveFailed: the save before failed (this one was not started), or the ranks disagree about the tensors.
+            SaveFailed: the previous save failed (this one was not started), or the ranks
+                disagree about the tensors.
         """
-        before = self.wait()
-        planned = self._plan(step, tensors, values, merged)
-        ready = _all_done_so_far([values for *_, values in planned.writing])
+        previous = self.wait()
+        plan = self._plan(step, tensors, values, merged)
+        ready = _all_done_so_far([values for *_, values in plan.writing])
+        place = place_of(root)
         self._copied.clear()
-        self._saving = self._pool.submit(self._copy_and_finish, place_of(root), planned, ready, keep=keep, best=best)
-        return before
+        self._saving = self._pool.submit(lambda: self._copy_and_finish(place, plan, ready, keep=keep, best=best))
+        return previous
 
     def await_copy(self) -> None:
-        """Wait until what `save` was given has been copied: from then on it may change."""
+        """Wait until the tensors given to `save` have been copied; then they may change."""
         self._copied.wait()
 
     def _copy_and_finish(
         self, root: Place, planned: PlannedSave, ready: torch.cuda.Event | None, *, keep: Keep | None, best: bool
     ) -> SavedCheckpoint:
-        """The thread's part of a save; its seconds are those of the copy, too."""
-        began = time.monotonic()
+        """Copy, write and publish, on the thread; the result's seconds include the copy."""
+        start = time.monotonic()
         try:
             planned = planned.copied(partial(self._copy.take, ready=ready))
         finally:
             self._copied.set()
         saved = finish_save(self._ranks, root, planned, keep=keep, best=best, disk=self._disk)
-        return replace(saved, seconds=time.monotonic() - began)
+        return replace(saved, seconds=time.monotonic() - start)
 
     def save_now(
         self,
@@ -153,28 +164,29 @@ class BackgroundSaver:
         keep: Keep | None = None,
         best: bool = False,
     ) -> SavedCheckpoint:
-        """Save without a copy and return when it is done; the arguments are those of `save_checkpoint`.
+        """Save without a copy and return at the end. See `save_checkpoint`.
 
         Raises:
-            SaveFailed: this save failed, or the one before it, which was still going on (this one was not started).
+            SaveFailed: this save failed; or the previous one, which was still running, did
+                (this one was not started).
         """
         self.wait()
-        planned = self._plan(step, tensors, values, merged)
+        plan = self._plan(step, tensors, values, merged)
         with _told_as_failed():
-            return finish_save(self._ranks, place_of(root), planned, keep=keep, best=best, disk=self._disk)
+            return finish_save(self._ranks, place_of(root), plan, keep=keep, best=best, disk=self._disk)
 
     def wait(self) -> SavedCheckpoint | None:
-        """Wait for the save that is going on and return what came of it; None if none was.
+        """Wait for the current save and return its result; None if there is none.
 
         Raises:
-            SaveFailed: it failed.
+            SaveFailed: the save failed.
         """
         saving, self._saving = self._saving, None
         with _told_as_failed():
             return None if saving is None else saving.result()
 
     def close(self) -> SavedCheckpoint | None:
-        """Wait, and end the thread.
+        """Wait for the current save and end the thread.
 
         Raises:
             SaveFailed: the last save failed.
@@ -185,7 +197,7 @@ class BackgroundSaver:
             self._pool.shutdown()
 
     def abandon(self) -> None:
-        """Do not wait: the run is broken, and a peer that the save waits for may be gone."""
+        """Give up the current save without waiting: after a failure a peer may be gone."""
         self._saving = None
         self._copied.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -194,23 +206,24 @@ class BackgroundSaver:
         self, step: int, tensors: Mapping[str, torch.Tensor | Part], values: Mapping[str, Any], merged: Mapping[str, Any] | None
     ) -> PlannedSave:
         with _told_as_failed():
-            planned = plan_save(self._ranks, step, tensors, values, merged, before=self._planned)
-        # Kept without tensors: only who writes what is of use to the next save.
-        self._planned = replace(planned, writing=[], values={}, merged={})
-        return planned
+            plan = plan_save(self._ranks, step, tensors, values, merged, before=self._planned)
+        # The next save needs only the assignment of boxes to ranks, so the tensors are
+        # released.
+        self._planned = replace(plan, writing=[], values={}, merged={})
+        return plan
 
 
 def _all_done_so_far(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-    """Comes when a GPU has done what it was given so far; None where there is nothing on a GPU."""
+    """Record an event after the GPU's work so far; None if no tensor is on a GPU."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
 @contextmanager
 def _told_as_failed() -> Iterator[None]:
-    """A group that lost a rank or waited too long is a failed save like any other; the training finds out by itself."""
+    """Raise SaveFailed for errors of the process group, such as a lost rank or a timeout."""
     try:
         yield
     except RuntimeError as error:
         message = str(error).partition("\n")[0]
-        raise SaveFailed(f"the checkpoint could not be saved: the ranks lost each other ({message})") from error
+        raise SaveFailed(f"the checkpoint could not be saved: communication between ranks failed ({message})") from error

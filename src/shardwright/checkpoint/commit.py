@@ -1,19 +1,21 @@
-"""How a save becomes a checkpoint: the order of operations that makes a half-written one impossible to take. No torch.
+"""Commit protocol of checkpoints, in which a partial checkpoint is never visible. No torch.
 
-    root/.saving-<token>/      everything is written here, each file brought to the device
-        manifest.json          last
-    root/step-00000100         the folder is renamed: it is whole from the instant it has this name
-    root/latest                a file that names the folder, replaced by rename: from here on it is the one to resume from
-    root/best                  the same for the best one
-    root/generation            which start of the run may write here: see `checkpoint.fence`
+    root/.saving-<token>/      all files are written here and synced to the device
+        manifest.json          written last
+    root/step-00000100         the folder after its rename, which makes the checkpoint visible
+    root/latest                file that names the checkpoint to resume from, replaced by rename
+    root/best                  file that names the best checkpoint, likewise
+    root/generation            generation of the run that may write here: see `checkpoint.fence`
 
-Where nothing can be renamed (object stores) the files are written under the checkpoint's own name, and it is whole from the instant
-its manifest is there; a folder without one is a save that did not end.
+On object stores, which cannot rename, files are written under the checkpoint's final name, and
+the checkpoint exists as soon as its manifest does; a folder without a manifest is an unfinished
+save.
 
-A step that is saved again (after a fallback to an older checkpoint) becomes step-00000100.1; the older attempt goes only after
-`latest` has moved, so that there is a checkpoint at every instant. What a dead save left, the next one removes: a root belongs
-to one run, which saves one checkpoint at a time, so every `.saving-` folder that a save finds is dead. If a process of an
-earlier generation is writing there after all, its save fails and harms nothing.
+A step that is saved again (after a fallback to an older checkpoint) becomes step-00000100.1;
+the older attempt is removed only after `latest` has moved, so that there always is a
+checkpoint. Each save removes the remains of interrupted ones: a root belongs to one run, which
+saves one checkpoint at a time, so any `.saving-` folder found by a save was interrupted. If a
+process of an earlier generation is still writing there, its save fails without any damage.
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 BEST = "best"
 GENERATION = "generation"
-"""Whose turn it is to write here: see `checkpoint.fence`."""
+"""File that names the generation allowed to write: see `checkpoint.fence`."""
 _STEP_NAME = re.compile(r"step-(\d{8,15})(?:\.([1-9]\d{0,5}))?")
-_SAVING, _REMOVING, _POINTER = ".saving-", ".removing-", ".pointer-"
+_SAVING = ".saving-"
+_REMOVING = ".removing-"
+_POINTER = ".pointer-"
 
 
 @dataclass(frozen=True, order=True)
 class StepFolder:
-    """A folder of a root, by its name: `step-00000100`, or `step-00000100.1` where the step was saved again."""
+    """Folder `step-00000100`, or `step-00000100.1` if the step was saved again."""
 
     step: int
     attempt: int
@@ -52,25 +56,29 @@ class StepFolder:
 
     @classmethod
     def of(cls, path: Place) -> StepFolder | None:
-        """By a path's name; None for other names."""
+        """Parse a path's name; None for other names."""
         match = _STEP_NAME.fullmatch(path.name)
         return cls(int(match[1]), int(match[2] or 0), path) if match else None
 
 
 def step_folders(root: Place) -> list[StepFolder]:
-    """Folders of a root that have a checkpoint's name, oldest step first; links are left out.
+    """Return the folders named like checkpoints, oldest step first, without links.
 
-    Where folders cannot be renamed, one without a manifest is a save that has not ended: it is left out, too.
+    If folders cannot be renamed, one without a manifest is an unfinished save and is left out
+    too.
     """
     if not root.is_dir():
         return []
-    found = (StepFolder.of(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink())
-    renames = disk_of(root).renames
-    return sorted(folder for folder in found if folder and (renames or (folder.path / MANIFEST_NAME).is_file()))
+    candidates = (StepFolder.of(path) for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    has_rename = disk_of(root).renames
+    return sorted(folder for folder in candidates if folder and (has_rename or (folder.path / MANIFEST_NAME).is_file()))
 
 
 def has_saved(root: Place) -> bool:
-    """Whether any save has ended here, whole or damaged since; what dead saves left does not count."""
+    """Return True if any save has finished here, even if its checkpoint was damaged later.
+
+    Interrupted saves do not count.
+    """
     if not root.is_dir():
         return False
     if not disk_of(root).renames:
@@ -79,7 +87,7 @@ def has_saved(root: Place) -> bool:
 
 
 def read_pointer(root: Place, pointer: str) -> StepFolder | None:
-    """The folder that `latest` or `best` names, whether it is there or not; None without a pointer, or with a wrong one."""
+    """Return the folder that a pointer names, existing or not; None if it is invalid."""
     if not (root / pointer).is_file():
         return None
     try:
@@ -92,9 +100,10 @@ def read_pointer(root: Place, pointer: str) -> StepFolder | None:
 
 
 def in_order_of_trust(root: Place) -> list[StepFolder]:
-    """Folders in the order in which to try them: what `latest` names, then the newest before it, then any beyond it.
+    """Return folders in the order to try: `latest`, older ones (newest first), later ones.
 
-    Beyond `latest` lie only saves that died before their last step, and those of a course that was given up by going back.
+    Folders later than `latest` come from saves interrupted before their last operation, or were
+    abandoned by a rollback.
     """
     folders = step_folders(root)[::-1]
     latest = read_pointer(root, LATEST)
@@ -104,7 +113,7 @@ def in_order_of_trust(root: Place) -> list[StepFolder]:
 
 
 def make_root(root: Place, disk: Disk) -> None:
-    """Make the root and the folders above it where they are missing."""
+    """Create the root and its missing parent folders."""
     if not isinstance(root, Path):
         disk.make_folder(root)
         return
@@ -115,7 +124,7 @@ def make_root(root: Place, disk: Disk) -> None:
 
 
 def begin(root: Place, step: int, disk: Disk) -> Place:
-    """Remove what dead saves left and make the folder that the next one is written into."""
+    """Remove the remains of interrupted saves and create the folder of the next save."""
     make_root(root, disk)
     remove_leftovers(root, disk)
     folder = root / (f"{_SAVING}{secrets.token_hex(8)}" if disk.renames else _free_name(root, step))
@@ -124,24 +133,24 @@ def begin(root: Place, step: int, disk: Disk) -> Place:
 
 
 def _free_name(root: Place, step: int) -> str:
-    """The name of the next attempt to save a step."""
-    attempts = [found.attempt for found in step_folders(root) if found.step == step]
+    """Return the name for the next attempt to save a step."""
+    attempts = [folder.attempt for folder in step_folders(root) if folder.step == step]
     return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
 
 
 def remove_leftovers(root: Place, disk: Disk) -> None:
-    """Remove what dead saves and prunings left."""
-    whole = [] if disk.renames else [folder.path.name for folder in step_folders(root)]
-    inside: list[Place] = sorted(root.iterdir(), key=str)
-    for path in inside:
-        dead_step = not disk.renames and StepFolder.of(path) is not None and path.name not in whole
-        if path.name.startswith((_SAVING, _REMOVING, _POINTER)) or dead_step:
-            logger.warning("removing %s, left behind by a save that did not end", path)
+    """Remove the remains of interrupted saves and removals."""
+    finished = [] if disk.renames else [folder.path.name for folder in step_folders(root)]
+    paths: list[Place] = sorted(root.iterdir(), key=str)
+    for path in paths:
+        is_unfinished = not disk.renames and StepFolder.of(path) is not None and path.name not in finished
+        if path.name.startswith((_SAVING, _REMOVING, _POINTER)) or is_unfinished:
+            logger.warning("removing %s, left by an interrupted save", path)
             discard(path, disk)
 
 
 def discard(path: Place, disk: Disk) -> None:
-    """Remove a file or folder."""
+    """Remove a file, link or folder."""
     if path.is_dir() and not path.is_symlink():
         disk.remove_tree(path)
     else:
@@ -149,13 +158,14 @@ def discard(path: Place, disk: Disk) -> None:
 
 
 def publish(root: Place, folder: Place, manifest: Manifest, *, best: bool = False, disk: Disk | None = None) -> Place:
-    """Turn a folder whose files are all written and brought to the device into a checkpoint; returns its path.
+    """Turn a folder whose files are written and synced into a checkpoint; return its path.
 
     Raises:
-        OSError: nothing was published, unless the message of `move_pointer` says that only a pointer is behind.
+        OSError: nothing was published; or, if moving a pointer failed, only the pointer is out
+            of date.
     """
     disk = disk or disk_of(root)
-    # The hash goes before the manifest, so that a folder with a manifest has all it needs.
+    # The hash is written before the manifest, so that a folder with a manifest is complete.
     text = manifest.to_json()
     digest = hashlib.sha256(text).hexdigest()
     write_file(folder / MANIFEST_HASH_NAME, f"{digest}  {MANIFEST_NAME}\n".encode(), disk)
@@ -171,20 +181,23 @@ def publish(root: Place, folder: Place, manifest: Manifest, *, best: bool = Fals
 
 
 def move_pointer(root: Place, pointer: str, name: str, disk: Disk) -> None:
-    """Let `latest` or `best` name another folder, in one instant."""
-    if not disk.renames:  # an object is replaced whole
+    """Let `latest` or `best` name another folder, atomically."""
+    if not disk.renames:  # stores replace an object atomically
         write_file(root / pointer, f"{name}\n".encode(), disk)
         return
-    fresh = root / f"{_POINTER}{pointer}"
-    disk.remove(fresh)
-    write_file(fresh, f"{name}\n".encode(), disk)
-    disk.rename(fresh, root / pointer)
+    temporary = root / f"{_POINTER}{pointer}"
+    disk.remove(temporary)
+    write_file(temporary, f"{name}\n".encode(), disk)
+    disk.rename(temporary, root / pointer)
     disk.sync_folder(root)
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay beside those that `latest` and `best` name: the newest `last`, and steps that `every` divides."""
+    """Retention rule: keep the `last` newest checkpoints and steps divisible by `every`.
+
+    The checkpoints that `latest` and `best` name are always kept.
+    """
 
     last: int
     every: int | None = None
@@ -196,28 +209,29 @@ class Keep:
 
 
 def prune(root: Place, keep: Keep, disk: Disk | None = None) -> list[Place]:
-    """Remove the checkpoints that `keep` does not name; returns what was removed.
+    """Remove the checkpoints that `keep` does not retain; return the removed paths.
 
-    Of a step saved twice only the last attempt counts. Checkpoints beyond `latest` belong to a course that the run has left
-    by going back; they go too.
+    Only the last attempt of a step counts. Checkpoints later than `latest` were abandoned by a
+    rollback and are removed too.
     """
     latest = read_pointer(root, LATEST)
     folders = step_folders(root)
     current = {f.step: f for f in folders if latest is None or f <= latest}  # ascending: the last attempt of a step wins
-    kept = {f.path for f in list(current.values())[-keep.last :]}
-    kept |= {f.path for step, f in current.items() if keep.every and step % keep.every == 0}
-    kept |= {pointed.path for pointed in (latest, read_pointer(root, BEST)) if pointed is not None}
-    return remove_checkpoints(root, (f.path for f in folders if f.path not in kept), disk)
+    retained = {f.path for f in list(current.values())[-keep.last :]}
+    retained |= {f.path for step, f in current.items() if keep.every and step % keep.every == 0}
+    retained |= {target.path for target in (latest, read_pointer(root, BEST)) if target is not None}
+    return remove_checkpoints(root, (f.path for f in folders if f.path not in retained), disk)
 
 
 def remove_checkpoints(root: Place, paths: Iterable[Place], disk: Disk | None = None) -> list[Place]:
-    """Remove checkpoint folders; each loses its name in one instant, so that no half-removed one can be taken."""
-    removed, disk = [], disk or disk_of(root)
+    """Remove checkpoint folders, each renamed first, so that no partial one stays visible."""
+    disk = disk or disk_of(root)
+    removed = []
     for path in paths:
-        going = root / f"{_REMOVING}{path.name}" if disk.renames else path
+        doomed = root / f"{_REMOVING}{path.name}" if disk.renames else path
         if disk.renames:
-            disk.rename(path, going)
-        disk.remove_tree(going)
+            disk.rename(path, doomed)
+        disk.remove_tree(doomed)
         removed.append(path)
     if removed:
         disk.sync_folder(root)

@@ -1,6 +1,7 @@
-"""Everything that checkpoints change on disk goes through `Disk`, one method per system call. No torch.
+"""File operations of checkpoints; all changes on disk use `Disk`. No torch.
 
-The tests put another `Disk` in its place: one that kills the process before the n-th operation, one that runs out of space.
+Tests replace `Disk` by one that kills the process before the n-th operation, or one that runs
+out of space.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Disk:
-    """A local or mounted file system; a subclass (`RemoteDisk`) takes other paths."""
+    """File operations, one method per system call, on a local or mounted file system.
+
+    The subclass `RemoteDisk` is for object stores.
+    """
 
     renames = True
-    """Whether a folder gets its name in one instant; where not, a checkpoint is one as soon as it has a manifest."""
+    """True if folders can be renamed atomically; if not, the manifest makes a checkpoint."""
 
     def make_folder(self, path: Any) -> None:
-        """Make a folder that must not be there."""
+        """Create a folder that must not exist."""
         path.mkdir(mode=0o755)
 
     def create(self, path: Any) -> int:
-        """Open a new file for writing; it must not be there, not even as a link."""
+        """Create a file for writing; it must not exist, not even as a link."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def write(self, descriptor: int, data: memoryview) -> None:
@@ -47,12 +51,13 @@ class Disk:
                 data = data[os.write(descriptor, data) :]
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.bypass_cache(descriptor, False):
-                    raise  # else: the device wants other sizes than ours, so the rest goes through the cache
+                    raise
+                # O_DIRECT rejected the size or alignment: the rest goes through the cache
 
     def bypass_cache(self, descriptor: int, bypass: bool) -> bool:
-        """Write past the page cache from here on, or through it again; whether anything has changed.
+        """Turn O_DIRECT on or off for a file; return True if that changed anything.
 
-        A hint: some file systems cannot, and some systems have no such thing.
+        No effect where the file system or the operating system does not support it.
         """
         if not _DIRECT:
             return False
@@ -68,26 +73,27 @@ class Disk:
         return True
 
     def sync(self, descriptor: int) -> None:
-        """Bring a file's bytes to the device."""
+        """Flush the bytes of a file to the device."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a file."""
+        """Close the file of a descriptor."""
         os.close(descriptor)
 
     def sync_folder(self, path: Any) -> None:
-        """Bring a folder's names to the device."""
+        """Flush the directory entries of a folder to the device."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems know no fsync of folders; their renames are synchronous
+            # Some network file systems cannot fsync folders; their renames are synchronous.
+            if error.errno != errno.EINVAL:
                 raise
         finally:
             os.close(descriptor)
 
     def rename(self, source: Any, target: Any) -> None:
-        """Move within a file system; a file in the target's place is replaced in the same instant."""
+        """Move within a file system, replacing an existing target file atomically."""
         os.replace(source, target)
 
     def remove(self, path: Any) -> None:
@@ -99,10 +105,10 @@ class Disk:
         path.rmdir()
 
     def remove_tree(self, path: Any) -> None:
-        """Remove a folder and what is in it; links inside are removed, not followed."""
+        """Remove a folder and its contents; links inside are removed, not followed."""
         with os.scandir(path) as entries:
-            inside = sorted(entries, key=lambda entry: entry.name)
-        for entry in inside:
+            children = sorted(entries, key=lambda entry: entry.name)
+        for entry in children:
             if entry.is_dir(follow_symlinks=False):
                 self.remove_tree(Path(entry.path))
             else:
@@ -114,9 +120,10 @@ LOCAL_DISK = Disk()
 
 
 class HashedFile:
-    """A new file whose SHA-256 is taken from the very bytes handed to `write`, on a second thread, never read back.
+    """New file that hashes the bytes passed to `write` on a second thread.
 
-    `write` returns before the block is hashed: the caller leaves the bytes alone until the next call has returned.
+    `write` returns before the block is hashed: the caller must not change the bytes until the
+    next call has returned.
     """
 
     def __init__(self, path: Place, disk: Disk) -> None:
@@ -137,7 +144,7 @@ class HashedFile:
         self.size_bytes += len(data)
 
     def finish(self) -> str:
-        """Bring everything to the device; returns the SHA-256 in hexadecimal."""
+        """Sync the file to the device and return its SHA-256 in hexadecimal."""
         self._disk.sync(self._descriptor)
         if self._hashing is not None:
             self._hashing.result()
@@ -152,7 +159,7 @@ class HashedFile:
 
 
 def write_file(path: Place, data: bytes, disk: Disk) -> str:
-    """Write a small new file and bring it to the device; returns its SHA-256."""
+    """Write a small new file, sync it to the device and return its SHA-256."""
     with HashedFile(path, disk) as file:
         file.write(memoryview(data))
         return file.finish()
@@ -171,10 +178,12 @@ class _LocalFile(OpenFile):
 
 
 def open_regular(path: Place) -> OpenFile:
-    """Open for reading, refusing links, pipes and devices, which could lead outside, hang, or never end.
+    """Open a regular file for reading.
+
+    Links, pipes and devices could lead outside, block or never end.
 
     Raises:
-        CheckpointError: it is not a regular file, or cannot be opened.
+        CheckpointError: not a regular file, or it cannot be opened.
     """
     if not isinstance(path, Path):
         return path.open_file()
@@ -186,13 +195,13 @@ def open_regular(path: Place) -> OpenFile:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path.name} is not a regular file", field=str(path.parent))
-    with contextlib.suppress(OSError, AttributeError):  # a hint; not every system has it
+    with contextlib.suppress(OSError, AttributeError):  # only a hint, not available everywhere
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return _LocalFile(descriptor)
 
 
 def sizes_in(folder: Place) -> dict[str, int | None]:
-    """Names in a folder with sizes in bytes, None for links and what else is no regular file; nothing is opened."""
+    """Return sizes in bytes by name, None for entries that are not regular files."""
     if not isinstance(folder, Path):
         return folder.sizes()
     with os.scandir(folder) as entries:
@@ -203,10 +212,10 @@ def sizes_in(folder: Place) -> dict[str, int | None]:
 
 
 def read_small(path: Place, limit_bytes: int) -> bytes:
-    """All of a regular file that must not be larger than `limit_bytes`.
+    """Read a regular file of at most `limit_bytes`.
 
     Raises:
-        CheckpointError: it is larger, a link, or cannot be read.
+        CheckpointError: the file is larger, a link, or cannot be read.
     """
     with open_regular(path) as file:
         if file.size_bytes > limit_bytes:
@@ -219,13 +228,16 @@ def read_small(path: Place, limit_bytes: int) -> bytes:
 
 
 def hash_file(path: Place, *, on_block: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """Bytes and SHA-256 of a regular file, told block by block to `on_block`.
+    """Return size in bytes and SHA-256 of a regular file.
+
+    `on_block` receives the bytes of each block.
 
     Raises:
-        CheckpointError: it is a link or not a regular file, or cannot be read.
+        CheckpointError: a link, not a regular file, or it cannot be read.
     """
     digest = hashlib.sha256()
-    size, block = 0, memoryview(bytearray(BLOCK_BYTES))
+    size = 0
+    block = memoryview(bytearray(BLOCK_BYTES))
     with open_regular(path) as file:
         try:
             while count := file.read_into(size, block):

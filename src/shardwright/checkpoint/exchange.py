@@ -1,4 +1,4 @@
-"""Ranks tell each other JSON, as bytes in uint8 tensors: torch's object collectives pickle, and nothing here is ever unpickled."""
+"""Collectives of JSON values as uint8 tensors; torch's object collectives use pickle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """The ranks that save or load together; a single process when torch.distributed was not started.
+    """Ranks that save or load together; one process if torch.distributed is not in use.
 
-    `group` None is the default group, as everywhere in torch. The first rank (0 of the group) alone changes names on disk.
+    `group` None is the default group, as in torch. Only the first rank (0 of the group)
+    creates, renames and removes folders.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -23,38 +24,38 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that changes names on disk."""
+        """True for the rank that creates, renames and removes folders."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, by rank, on every rank."""
+        """Return the JSON values of all ranks, by rank, on every rank."""
         if self.world_size == 1:
             return [json.loads(json.dumps(value))]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         device = self._device()
-        length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+        length = torch.tensor([local.numel()], dtype=torch.int64, device=device)
         lengths = [torch.zeros_like(length) for _ in range(self.world_size)]
         dist.all_gather(lengths, length, group=self._group)
         sizes = [int(size) for size in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        padded[: mine.numel()] = mine.to(device)
+        padded[: local.numel()] = local.to(device)
         gathered = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(gathered, padded, group=self._group)
         return [json.loads(bytes(data[:size].cpu().numpy())) for data, size in zip(gathered, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
-        """The first rank's JSON value, on every rank; what others pass is ignored."""
+        """Return the first rank's JSON value on every rank; ignore the others' values."""
         if self.world_size == 1:
             return json.loads(json.dumps(value))
         source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.is_first else torch.empty(0)
-        length = torch.tensor([mine.numel()], dtype=torch.int64, device=self._device())
+        local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.is_first else torch.empty(0)
+        length = torch.tensor([local.numel()], dtype=torch.int64, device=self._device())
         dist.broadcast(length, src=source, group=self._group)
-        data = mine.to(self._device()) if self.is_first else torch.empty(int(length), dtype=torch.uint8, device=self._device())
+        data = local.to(self._device()) if self.is_first else torch.empty(int(length), dtype=torch.uint8, device=self._device())
         dist.broadcast(data, src=source, group=self._group)
         return json.loads(bytes(data.cpu().numpy()))
 
     def _device(self) -> torch.device:
-        """Where the group's collectives want their tensors."""
+        """Return the device that the group's collectives require."""
         backend = str(dist.get_backend(self._group))
         return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

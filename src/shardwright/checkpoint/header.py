@@ -1,7 +1,9 @@
-"""Headers of safetensors files, written and read without torch or the safetensors library.
+"""Headers of safetensors files, written and read without torch and the safetensors library.
 
-A file is 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes without gaps.
-Source: https://github.com/huggingface/safetensors#format. Ours pads the header so that the data begins at a multiple of 64 bytes.
+A file has 8 bytes of header length (little endian), the header as JSON, and the tensors' bytes
+without gaps. We pad the header so that the data starts at a multiple of 64 bytes.
+
+Source: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from shardwright.checkpoint.place import Place
 from shardwright.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit."""
+"""Limit of the safetensors library."""
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One entry of a header; `start` is the byte of the file at which its data begins."""
+    """Entry of a header; `start` is the byte offset of its data in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,7 +34,7 @@ class StoredTensor:
 
 
 def compose_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a file that holds (key, dtype, shape) one after the other in this order."""
+    """Build the header of a file that stores tensors (key, dtype, shape) in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for key, dtype, shape in tensors:
@@ -45,10 +47,12 @@ def compose_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def read_header(path: Place) -> dict[str, StoredTensor]:
-    """Entries of a file's header, checked: sizes bounded, known dtypes, data without gaps or overlaps up to the end of the file.
+    """Read a file's header and check it.
+
+    Checks: bounded sizes, known dtypes, data without gaps or overlaps up to the end of the file.
 
     Raises:
-        CheckpointError: names the file and what is wrong with it.
+        CheckpointError: the header is invalid; the message names the file and the fault.
     """
     with open_regular(path) as file:
         try:
@@ -56,7 +60,8 @@ def read_header(path: Place) -> dict[str, StoredTensor]:
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
                 raise CheckpointError(
-                    f"{path.name} has a header of {header_bytes} bytes in a file of {file.size_bytes}",
+                    f"{path.name} has a header of {header_bytes} "
+                    f"bytes in a file of {file.size_bytes}",
                     field=str(path.parent),
                     allowed=f"at most {MAX_HEADER_BYTES} and inside the file",
                 )
@@ -67,37 +72,42 @@ def read_header(path: Place) -> dict[str, StoredTensor]:
 
 
 def parse_header(text: bytes, file_bytes: int, path: Place) -> dict[str, StoredTensor]:
-    """Entries of a header's JSON; see `read_header`."""
+    """Parse and check the JSON of a header; see `read_header`."""
 
-    def refuse(problem: str) -> CheckpointError:
+    def build_error(problem: str) -> CheckpointError:
         return CheckpointError(f"{path.name}: {problem}", field=str(path.parent))
 
     entries = parse_json(text, path)
     if not isinstance(entries, dict):
-        raise refuse("the header is no object")
+        raise build_error("the header is not a JSON object")
     data_start = 8 + len(text)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for key, entry in entries.items():
         if key == "__metadata__":
             continue
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise refuse(f"the header's entry {key!r:.80} is malformed")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+            raise build_error(f"the header's entry {key!r:.80} is malformed")
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        offsets = entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-            raise refuse(f"{key!r:.80} has an unknown dtype {dtype!r:.40}")
+            raise build_error(f"{key!r:.80} has an unknown dtype {dtype!r:.40}")
         if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-            raise refuse(f"{key!r:.80} has a malformed shape or place")
+            raise build_error(f"{key!r:.80} has a malformed shape or data_offsets")
         if offsets[1] - offsets[0] != DTYPE_BYTES[dtype] * math.prod(shape):
-            raise refuse(f"{key!r:.80} takes {offsets[1] - offsets[0]} bytes, which its shape and dtype do not")
-        found[key] = StoredTensor(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
+            raise build_error(
+                f"{key!r:.80} has {offsets[1] - offsets[0]} "
+                "bytes, which does not match its shape and dtype"
+            )
+        tensors[key] = StoredTensor(dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
     position = data_start
-    for key, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+    for key, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if stored.start != position:
-            raise refuse(f"the data of {key!r:.80} overlap or leave a gap")
+            raise build_error(f"the data of {key!r:.80} overlap or leave a gap")
         position += stored.num_bytes
     if position != file_bytes:
-        raise refuse(f"holds {file_bytes} bytes, its header speaks of {position}")
-    return found
+        raise build_error(f"has {file_bytes} bytes, but its header describes {position}")
+    return tensors
 
 
 def _are_counts(value: object) -> bool:

@@ -1,6 +1,7 @@
-"""Loading: into tensors that are there, under whatever layout they have; each rank reads only what it holds.
+"""Loading of checkpoints into tensors of any layout; each rank reads only its own parts.
 
-Nothing is parsed before its hash is right; no tensor is touched before all ranks know that the checkpoint is whole and fits.
+Nothing is parsed before its hash is verified. No tensor changes before all ranks know that the
+checkpoint is intact and matches.
 """
 
 from __future__ import annotations
@@ -34,96 +35,99 @@ logger = logging.getLogger(__name__)
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SHOWN_DIFFERENCES = 20
 _SHORT_RUN_BYTES = 64 * 1024
-"""Runs below this are read together with what lies between them: a page or more would come with each anyway."""
+"""Shorter runs are read with the bytes between them: each read loads at least a page anyway."""
 
 
 def newest_checkpoint(root: str | Place, *, group: dist.ProcessGroup | None = None) -> WholeCheckpoint | None:
-    """The newest whole checkpoint of a root, or None; every rank of `group` calls this and gets the same answer.
+    """Find the newest intact checkpoint of a root, or None, the same on all ranks of `group`.
 
-    Newest is what `latest` names; where that is damaged, the newest before it, and one logged line says what was lost. Every byte
-    of the answer was hashed, each file by one rank; `load_checkpoint` takes the answer without hashing again.
+    The newest is the one that `latest` names; if it is damaged, the newest one before it, and a
+    warning names the damaged ones. Every byte has been hashed, each file by one rank;
+    `load_checkpoint` does not hash the result again.
     """
-    ranks, root = Ranks(group), place_of(root)
+    ranks = Ranks(group)
+    root = place_of(root)
     paths, refused = candidates(root) if ranks.is_first else ([], [])
-    told = ranks.from_first([[path.name for path in paths], [[lost.path.name, lost.reason] for lost in refused]])
-    refused = [Refused(root / name, reason) for name, reason in told[1]]
-    for name in told[0]:
+    names, reasons = ranks.from_first([[path.name for path in paths], [[lost.path.name, lost.reason] for lost in refused]])
+    refused = [Refused(root / name, reason) for name, reason in reasons]
+    for name in names:
         path = root / name
         manifest, faults = _verified(ranks, path)
         if manifest is not None and not faults:
-            found = WholeCheckpoint(path, manifest, tuple(refused))
+            checkpoint = WholeCheckpoint(path, manifest, tuple(refused))
             if refused and ranks.is_first:
                 lost = "; ".join(map(str, refused))
                 logger.warning("falling back from %s to %s: %s", refused[0].path.name, path.name, lost)
-            return found
+            return checkpoint
         refused.append(Refused.because(path, faults))
     if refused and ranks.is_first:
-        logger.warning("no checkpoint of %s can be taken: %s", root, "; ".join(map(str, refused)))
+        logger.warning("no checkpoint in %s can be used: %s", root, "; ".join(map(str, refused)))
     return None
 
 
 def open_checkpoint(path: str | Place, *, group: dist.ProcessGroup | None = None) -> WholeCheckpoint:
-    """A checkpoint by its folder, every byte checked; every rank of `group` calls this.
+    """Open a checkpoint folder and verify every byte. Collective over `group`.
 
     Raises:
-        CheckpointError: it is not whole; says what is wrong.
+        CheckpointError: the checkpoint is damaged or incomplete; the message lists the faults.
     """
     manifest, faults = _verified(Ranks(group), place_of(path))
     if manifest is None or faults:
         shown = "; ".join(faults[:_SHOWN_DIFFERENCES])
-        raise CheckpointError(f"this checkpoint cannot be taken: {shown}", field=str(path))
+        raise CheckpointError(f"this checkpoint cannot be used: {shown}", field=str(path))
     return WholeCheckpoint(place_of(path), manifest)
 
 
 def _verified(ranks: Ranks, path: Place) -> tuple[Manifest | None, list[str]]:
-    """A manifest as the first rank read it, and the faults that any rank found."""
-    told: dict[str, Any] = {"text": "", "faults": []}
+    """Return the manifest, which the first rank reads, and the faults that any rank found."""
+    result: dict[str, Any] = {"text": "", "faults": []}
     if ranks.is_first:
         try:
-            told["text"] = read_manifest_text(path).decode("utf-8", errors="strict")
-            manifest = parse_manifest(told["text"].encode(), path)
-            told["faults"] = faults_of_folder(path, manifest)
+            result["text"] = read_manifest_text(path).decode("utf-8", errors="strict")
+            manifest = parse_manifest(result["text"].encode(), path)
+            result["faults"] = faults_of_folder(path, manifest)
         except ShardwrightError as error:
-            told["faults"] = [getattr(error, "problem", str(error))]
+            result["faults"] = [getattr(error, "problem", str(error))]
         except (OSError, UnicodeDecodeError) as error:
-            told["faults"] = [str(error)]
-    told = ranks.from_first(told)
-    if told["faults"]:
-        return None, told["faults"]
-    manifest = parse_manifest(told["text"].encode(), path)
-    mine = faults_of_files(path, manifest, share_of_files(manifest, ranks.rank, ranks.world_size))
-    return manifest, sorted({fault for faults in ranks.gather(mine) for fault in faults})
+            result["faults"] = [str(error)]
+    result = ranks.from_first(result)
+    if result["faults"]:
+        return None, result["faults"]
+    manifest = parse_manifest(result["text"].encode(), path)
+    local_faults = faults_of_files(path, manifest, share_of_files(manifest, ranks.rank, ranks.world_size))
+    return manifest, sorted({fault for faults in ranks.gather(local_faults) for fault in faults})
 
 
 def read_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """The JSON values of a checkpoint that was found whole: to see whether it fits before any tensor is touched.
+    """Read the JSON values of a verified checkpoint, to check them before any tensor changes.
 
-    Every rank of `group` calls this; the first one reads.
+    Collective over `group`; the first rank reads.
 
     Raises:
-        CheckpointError: they are no JSON object, or cannot be read.
+        CheckpointError: the values are not a JSON object, or cannot be read.
     """
     ranks = Ranks(group)
-    told: dict[str, Any] = {"values": {}, "fault": None}
+    result: dict[str, Any] = {"values": {}, "fault": None}
     if ranks.is_first:
         try:
-            told["values"] = read_values_file(found.path)
+            result["values"] = read_values_file(found.path)
         except CheckpointError as error:
             got = None if error.got is None else str(error.got)
-            told["fault"] = [error.problem, error.field, got, error.allowed, error.remedy]
-    told = ranks.from_first(told)
-    if told["fault"] is not None:
-        problem, field, got, allowed, remedy = told["fault"]
+            result["fault"] = [error.problem, error.field, got, error.allowed, error.remedy]
+    result = ranks.from_first(result)
+    if result["fault"] is not None:
+        problem, field, got, allowed, remedy = result["fault"]
         raise CheckpointError(problem, field=field, got=got, allowed=allowed, remedy=remedy)
-    values: dict[str, Any] = told["values"]
+    values: dict[str, Any] = result["values"]
     return values
 
 
 def read_run_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None = None) -> RunValues:
-    """Read and check the values of a checkpoint that training wrote; every rank of `group` calls this.
+    """Read and check the values of a checkpoint that training wrote. Collective over `group`.
 
     Raises:
-        CheckpointError: they cannot be read, or a field is not as training writes it. The same on every rank.
+        CheckpointError: the values cannot be read, or a field is invalid. The same error on
+            every rank.
     """
     return parse_values(read_values(found, group=group), found.path, step=found.step)
 
@@ -131,39 +135,42 @@ def read_run_values(found: WholeCheckpoint, *, group: dist.ProcessGroup | None =
 def load_checkpoint(
     checkpoint: str | Place | WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Fill `tensors` in place and return the values; every rank of `group` calls this.
+    """Load `tensors` in place and return the values. Collective over `group`.
 
     Args:
-        checkpoint: a folder, whose every byte is hashed first, or what `newest_checkpoint` found, which was hashed already.
-        tensors: by name, plain or DTensor under any layout; together the ranks must name exactly what was saved.
+        checkpoint: a folder, which is hashed first, or the result of `newest_checkpoint`, which
+            has been hashed already.
+        tensors: plain tensors or DTensors of any layout by name; the ranks together must name
+            exactly the saved tensors.
         group: ranks that load together; None is the default group, or this process alone.
 
     Raises:
-        CheckpointError: damage, or a list of tensors that are missing, surplus, of another shape or dtype. Raised on every rank
-            before any tensor was touched; only a file that turns unreadable after it was hashed can leave tensors half filled.
+        CheckpointError: damage, or tensors that are missing, surplus or of another shape or
+            dtype. Raised on every rank before any tensor changes; only a file that becomes
+            unreadable after it was hashed can leave tensors partly loaded.
     """
     ranks = Ranks(group)
-    found = checkpoint if isinstance(checkpoint, WholeCheckpoint) else open_checkpoint(checkpoint, group=group)
-    values = read_values(found, group=group)
-    held = _fitting(ranks, found, tensors)
+    verified = checkpoint if isinstance(checkpoint, WholeCheckpoint) else open_checkpoint(checkpoint, group=group)
+    values = read_values(verified, group=group)
+    local_tensors = _fitting(ranks, verified, tensors)
     fault = None
     try:
-        with torch.no_grad(), _Files(found.path) as files:
-            for name, tensor in held.items():
-                _fill(tensor, name, found.manifest, files)
+        with torch.no_grad(), _Files(verified.path) as files:
+            for name, tensor in local_tensors.items():
+                _fill(tensor, name, verified.manifest, files)
     except (ShardwrightError, OSError, RuntimeError) as error:
         fault = str(error)
     faults = [f"rank {rank}: {fault}" for rank, fault in enumerate(ranks.gather(fault)) if fault is not None]
     if faults:
-        raise CheckpointError(f"could not be read; tensors may be half filled. {'; '.join(faults)}", field=str(found.path))
+        raise CheckpointError(f"could not be read; tensors may be partly loaded. {'; '.join(faults)}", field=str(verified.path))
     return values
 
 
 def read_tensor(found: WholeCheckpoint, name: str) -> torch.Tensor:
-    """One whole tensor, joined from its slices, in this process alone.
+    """Read one whole tensor from all its slices, in this process alone.
 
     Raises:
-        CheckpointError: a file that turned unreadable after it was hashed.
+        CheckpointError: a file became unreadable after it was hashed.
     """
     entry = found.manifest.tensors[name]
     tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
@@ -173,35 +180,38 @@ def read_tensor(found: WholeCheckpoint, name: str) -> torch.Tensor:
 
 
 def _fitting(ranks: Ranks, found: WholeCheckpoint, tensors: Mapping[str, torch.Tensor | Part]) -> dict[str, HeldTensor]:
-    """What this rank holds, once all ranks' names, shapes and dtypes are found to be those of the checkpoint."""
-    held: dict[str, HeldTensor] = {}
+    """Return the local tensors after comparing all ranks' tensors with the checkpoint."""
+    local_tensors: dict[str, HeldTensor] = {}
     problems: list[str] = []
     for name, tensor in tensors.items():
         try:
-            held[name] = held_tensor(name, tensor)
+            local_tensors[name] = held_tensor(name, tensor)
         except ShardwrightError as error:
             problems.append(str(error))
             continue
         saved = found.manifest.tensors.get(name)
         if saved is None:
-            problems.append(f"missing {name}: wanted, not in the checkpoint")
-        elif saved.shape != held[name].shape:
-            problems.append(f"{name} has shape {saved.shape} in the checkpoint, {held[name].shape} here")
-        elif saved.dtype != held[name].dtype:
-            problems.append(f"{name} is {saved.dtype} in the checkpoint, {held[name].dtype} here")
-    everyone = ranks.gather({"names": sorted(tensors), "problems": problems})
-    differences = {problem for told in everyone for problem in told["problems"]}
-    wanted = {name for told in everyone for name in told["names"]}
-    differences |= {f"surplus {name}: in the checkpoint, wanted by no rank" for name in set(found.manifest.tensors) - wanted}
+            problems.append(f"missing {name}: not in the checkpoint")
+        elif saved.shape != local_tensors[name].shape:
+            problems.append(
+                f"{name} has shape {saved.shape} in the "
+                f"checkpoint, {local_tensors[name].shape} here"
+            )
+        elif saved.dtype != local_tensors[name].dtype:
+            problems.append(f"{name} is {saved.dtype} in the checkpoint, {local_tensors[name].dtype} here")
+    reports = ranks.gather({"names": sorted(tensors), "problems": problems})
+    differences = {problem for report in reports for problem in report["problems"]}
+    requested = {name for report in reports for name in report["names"]}
+    differences |= {f"surplus {name}: in the checkpoint, but on no rank" for name in set(found.manifest.tensors) - requested}
     if differences:
-        shown = sorted(differences)[:_SHOWN_DIFFERENCES]
-        rest = f"; {len(differences) - len(shown)} more" if len(differences) > len(shown) else ""
-        raise CheckpointError(f"its tensors do not fit the run: {'; '.join(shown)}{rest}", field=str(found.path))
-    return held
+        listed = sorted(differences)[:_SHOWN_DIFFERENCES]
+        rest = f"; {len(differences) - len(listed)} more" if len(differences) > len(listed) else ""
+        raise CheckpointError(f"its tensors do not match the run: {'; '.join(listed)}{rest}", field=str(found.path))
+    return local_tensors
 
 
 class _Files:
-    """Files of a checkpoint, opened and their headers read when first needed."""
+    """Files of a checkpoint; each is opened and its header read at first use."""
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
@@ -215,7 +225,7 @@ class _Files:
             opened.close()
 
     def find(self, file: str, key: str) -> tuple[OpenFile, StoredTensor]:
-        """The open file and the place in it of a slice."""
+        """Return the open file and the header entry of a slice."""
         if file not in self._open:
             entries = read_header(self._folder / file)
             self._open[file] = (open_regular(self._folder / file), entries)
@@ -226,14 +236,14 @@ class _Files:
 
 
 def _fill(held: HeldTensor, name: str, manifest: Manifest, files: _Files) -> None:
-    """Copy into each local piece what every slice has of it."""
-    for piece in held.pieces:
-        for part in manifest.tensors[name].slices:
-            shared = piece.box.overlap(part.box)
+    """Copy every stored slice into the local slices that overlap it."""
+    for local_slice in held.pieces:
+        for stored_slice in manifest.tensors[name].slices:
+            shared = local_slice.box.overlap(stored_slice.box)
             if shared is not None:
-                file, stored = files.find(part.file, part.key)
-                target = _narrowed(piece.values, shared.within(piece.box))
-                _read_box(file, stored, part.box.lengths, shared.within(part.box), target)
+                file, stored = files.find(stored_slice.file, stored_slice.key)
+                target = _narrowed(local_slice.values, shared.within(local_slice.box))
+                _read_box(file, stored, stored_slice.box.lengths, shared.within(stored_slice.box), target)
 
 
 def _narrowed(values: torch.Tensor, box: Box) -> torch.Tensor:
@@ -245,8 +255,9 @@ def _narrowed(values: torch.Tensor, box: Box) -> torch.Tensor:
 def _read_box(file: OpenFile, stored: StoredTensor, shape: tuple[int, ...], box: Box, target: torch.Tensor) -> None:
     """Read part `box` of a stored slice of `shape` into `target`.
 
-    One run of bytes goes straight into host memory. Otherwise the span from the first to the last wanted byte is read, if it fits a
-    block and the runs in it are too short to be worth a system call each, and picked by strides; else the box is halved.
+    A contiguous run of bytes is read directly into host memory. Otherwise, if the span from the
+    first to the last needed byte fits a block and its runs are too short for a system call
+    each, the span is read and indexed by strides; else the box is halved.
     """
     item = DTYPE_BYTES[stored.dtype]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -265,12 +276,12 @@ def _read_box(file: OpenFile, stored: StoredTensor, shape: tuple[int, ...], box:
         half = box.lengths[dim] // 2
         for begin, length in ((0, half), (half, box.lengths[dim] - half)):
             offsets = tuple(offset + begin * (d == dim) for d, offset in enumerate(box.offsets))
-            lengths = tuple(length if d == dim else old for d, old in enumerate(box.lengths))
+            lengths = tuple(length if d == dim else full for d, full in enumerate(box.lengths))
             _read_box(file, stored, shape, Box(offsets, lengths), target.narrow(dim, begin, length))
 
 
 def _run_elements(shape: tuple[int, ...], box: Box) -> int:
-    """Elements of the box that lie one after the other in the file."""
+    """Return how many elements of the box are contiguous in the file."""
     run = 1
     for length, size in zip(reversed(box.lengths), reversed(shape), strict=True):
         run *= length
@@ -280,10 +291,11 @@ def _run_elements(shape: tuple[int, ...], box: Box) -> int:
 
 
 def _read_into(file: OpenFile, position: int, data_N: torch.Tensor) -> None:
-    """Fill a host tensor of bytes from a file."""
+    """Fill a host tensor of bytes from a file, starting at byte `position`."""
     view = data_N.numpy().data
     while view:
         count = file.read_into(position, view)
         if count == 0:
             raise CheckpointError("a file ended early: it was changed after it was hashed")
-        view, position = view[count:], position + count
+        view = view[count:]
+        position += count

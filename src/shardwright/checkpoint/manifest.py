@@ -1,12 +1,16 @@
-"""The manifest: one JSON object that lists every file of a checkpoint and every tensor's slices. No torch.
+"""Manifest of a checkpoint: its files and the slices of its tensors, as JSON. No torch.
 
-    {"format": "shardwright-checkpoint", "format_version": 1, "step": 100, "world_size": 4, "written_by": "...",
-     "files":   {"shard-00000.safetensors": {"size_bytes": 8264, "sha256": "..."}, "values.json": {...}},
+    {"format": "shardwright-checkpoint", "format_version": 1, "step": 100, "world_size": 4,
+     "written_by": "...",
+     "files":   {"shard-00000.safetensors": {"size_bytes": 8264, "sha256": "..."},
+                 "values.json": {...}},
      "tensors": {"model.norm.weight": {"dtype": "F32", "shape": [64],
-                 "slices": [{"file": "shard-00000.safetensors", "key": "model.norm.weight", "offsets": [0], "lengths": [64]}]}}}
+                 "slices": [{"file": "shard-00000.safetensors", "key": "model.norm.weight",
+                             "offsets": [0], "lengths": [64]}]}}}
 
-It was perhaps written by someone else: everything is checked before anything is opened. Names of files are bare names, so that none
-can lead outside of the folder. `manifest.sha256` beside it holds the manifest's own hash, in the form that `sha256sum -c` reads.
+A manifest may come from an untrusted source: everything is checked before any file is opened.
+File names contain no folders, so that none leads outside the checkpoint. `manifest.sha256`
+holds the manifest's own hash in the format of `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ MAX_MANIFEST_BYTES = 256 * 1024**2
 MAX_VALUES_BYTES = 64 * 1024**2
 
 DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2,
+    "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-"""Bytes per element of the dtypes that we store, by safetensors' names."""
+"""Bytes per element of the supported dtypes, by safetensors' names."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""The escape of a half of a pair; json.loads accepts one without the other."""
+"""Escape of half a surrogate pair; json.loads accepts one without its partner."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -54,7 +58,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Slice:
-    """One box of a tensor: in which file, under which key of its header."""
+    """One box of a tensor, with its file and its key in that file's header."""
 
     file: str
     key: str
@@ -63,7 +67,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's dtype (safetensors' name), global shape, and the slices that cover it exactly once."""
+    """Dtype (safetensors' name) and global shape of a tensor, and its slices."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,18 +75,18 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return DTYPE_BYTES[self.dtype] * self.num_elements
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint: step, files and tensors."""
 
     step: int
     world_size: int
@@ -93,11 +97,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, the manifest's own not counted."""
+        """Bytes of all files except the manifest itself."""
         return sum(file.size_bytes for file in self.files.values())
 
     def to_json(self) -> bytes:
-        """As it is written."""
+        """Return the bytes of `manifest.json`."""
         tensors = {
             name: {
                 "dtype": entry.dtype,
@@ -109,7 +113,7 @@ class Manifest:
             for name, entry in self.tensors.items()
         }
         files = {name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for name, file in self.files.items()}
-        whole = {
+        content = {
             "format": FORMAT,
             "format_version": self.format_version,
             "step": self.step,
@@ -118,38 +122,41 @@ class Manifest:
             "files": files,
             "tensors": tensors,
         }
-        return json.dumps(whole, separators=(",", ":")).encode() + b"\n"
+        return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
 
 def read_manifest(folder: Place) -> Manifest:
-    """The manifest of a checkpoint folder, its own hash checked before it is parsed.
+    """Read the manifest of a checkpoint folder; its hash is verified before it is parsed.
 
     Raises:
-        CheckpointError: no manifest, a damaged, foreign or hostile one, or one of a newer format.
+        CheckpointError: the manifest is missing, damaged, invalid, of another program or of a
+            newer format.
     """
     return parse_manifest(read_manifest_text(folder), folder)
 
 
 def read_manifest_text(folder: Place) -> bytes:
-    """The manifest's bytes, equal to their hash.
+    """Read the bytes of the manifest and verify their hash.
 
     Raises:
-        CheckpointError: missing, too large, a link, or not what was written.
+        CheckpointError: the manifest is missing, too large, a link, or damaged.
     """
     if not (folder / MANIFEST_NAME).is_file():
-        raise CheckpointError("there is no manifest: this is no checkpoint, or its save never ended", field=str(folder))
+        raise CheckpointError("no manifest: not a checkpoint, or an unfinished save", field=str(folder))
     text = read_small(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
-    wanted = read_small(folder / MANIFEST_HASH_NAME, 200).split()[:1]
-    if wanted != [hashlib.sha256(text).hexdigest().encode()]:
-        raise CheckpointError(f"{MANIFEST_NAME} is damaged: its hash is not the one in {MANIFEST_HASH_NAME}", field=str(folder))
+    expected = read_small(folder / MANIFEST_HASH_NAME, 200).split()[:1]
+    if expected != [hashlib.sha256(text).hexdigest().encode()]:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} is damaged: its hash differs from {MANIFEST_HASH_NAME}", field=str(folder)
+        )
     return text
 
 
 def parse_manifest(text: bytes, folder: Place) -> Manifest:
-    """A manifest from its bytes, everything in it checked; `folder` is for messages.
+    """Parse and check the bytes of a manifest; `folder` is for messages.
 
     Raises:
-        CheckpointError: says what is wrong.
+        CheckpointError: the manifest is invalid; the message names the fault.
     """
     reader = _Reader(folder)
     top = reader.mapping(parse_json(text, folder / MANIFEST_NAME), "the manifest")
@@ -157,9 +164,12 @@ def parse_manifest(text: bytes, folder: Place) -> Manifest:
         reader.refuse(f"is not a {FORMAT} manifest")
     version = reader.count(top.get("format_version"), "format_version")
     if version > FORMAT_VERSION:
-        reader.refuse(f"has format version {version}; this shardwright reads up to {FORMAT_VERSION}. Use a newer shardwright")
+        reader.refuse(
+            f"has format version {version}; this shardwright "
+            f"reads up to {FORMAT_VERSION}. Use a newer shardwright"
+        )
     if version != FORMAT_VERSION:
-        reader.refuse(f"has format version {version}, which never was")
+        reader.refuse(f"has format version {version}, which does not exist")
     reader.keys(top, {"format", "format_version", "step", "world_size", "written_by", "files", "tensors"}, "the manifest")
     files = {name: reader.file(name, entry) for name, entry in reader.mapping(top["files"], "files").items()}
     if VALUES_NAME not in files:
@@ -176,7 +186,7 @@ def parse_manifest(text: bytes, folder: Place) -> Manifest:
 
 
 class _Reader:
-    """Checks of one manifest's parts; every refusal names the folder."""
+    """Reader of the parts of one manifest; every error names the folder."""
 
     def __init__(self, folder: Place) -> None:
         self.folder = folder
@@ -186,17 +196,17 @@ class _Reader:
 
     def mapping(self, value: object, what: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            self.refuse(f"holds no object as {what:.200}")
+            self.refuse(f"has no JSON object as {what:.200}")
         return value
 
     def keys(self, value: dict[str, Any], wanted: set[str], what: str) -> None:
         if set(value) != wanted:
-            odd = ", ".join(sorted(set(value) ^ wanted))
-            self.refuse(f"has missing or unknown keys in {what:.200}: {odd:.200}")
+            names = ", ".join(sorted(set(value) ^ wanted))
+            self.refuse(f"has missing or unknown keys in {what:.200}: {names:.200}")
 
     def count(self, value: object, what: str) -> int:
         if type(value) is not int or not 0 <= value < 2**62:
-            self.refuse(f"has {value!r:.60} as {what:.200}; a whole number of at least 0 is wanted")
+            self.refuse(f"has {value!r:.60} as {what:.200}; expected a whole number of at least 0")
         return value
 
     def counts(self, value: object, what: str) -> tuple[int, ...]:
@@ -206,17 +216,20 @@ class _Reader:
 
     def text(self, value: object, what: str) -> str:
         if not isinstance(value, str):
-            self.refuse(f"has {value!r:.60} as {what:.200}; text is wanted")
+            self.refuse(f"has {value!r:.60} as {what:.200}; expected text")
         return value
 
     def file(self, name: str, value: object) -> StoredFile:
         if not _FILE_NAME.fullmatch(name) or len(name) > 200 or name in (MANIFEST_NAME, MANIFEST_HASH_NAME):
-            self.refuse(f"names a file {name!r:.200}; only bare names of files in the folder itself are allowed")
+            self.refuse(
+                f"names a file {name!r:.200}; only names "
+                "of files in the folder itself are allowed"
+            )
         entry = self.mapping(value, f"file {name}")
         self.keys(entry, {"size_bytes", "sha256"}, f"file {name}")
         sha256 = self.text(entry["sha256"], f"sha256 of {name}")
         if not _SHA256.fullmatch(sha256):
-            self.refuse(f"has {sha256!r:.80} as sha256 of {name}")
+            self.refuse(f"has an invalid sha256 {sha256!r:.80} of {name}")
         return StoredFile(self.count(entry["size_bytes"], f"size of {name}"), sha256)
 
     def tensor(self, name: str, value: object, files: Mapping[str, StoredFile]) -> TensorEntry:
@@ -234,13 +247,13 @@ class _Reader:
             self.keys(part, {"file", "key", "offsets", "lengths"}, f"slice of {name}")
             file = self.text(part["file"], f"file of {name}")
             if file not in files or not file.endswith(".safetensors"):
-                self.refuse(f"puts tensor {name:.200} into {file!r:.200}, which is not among its files")
+                self.refuse(f"assigns tensor {name:.200} to {file!r:.200}, which is not one of its files")
             box = Box(self.counts(part["offsets"], f"offsets of {name}"), self.counts(part["lengths"], f"lengths of {name}"))
             if not len(box.offsets) == len(box.lengths) == len(shape):
                 self.refuse(f"has a slice of tensor {name:.200} with another number of dimensions")
             slices.append(Slice(file, self.text(part["key"], f"key of {name}"), box))
         if fault := fault_of_cover(shape, [part.box for part in slices]):
-            self.refuse(f"is wrong about tensor {name:.200}: {fault}")
+            self.refuse(f"is invalid for tensor {name:.200}: {fault}")
         return TensorEntry(dtype, shape, tuple(slices))
 
     def each_place_once(self, tensors: Mapping[str, TensorEntry]) -> None:
@@ -248,44 +261,53 @@ class _Reader:
         for name, entry in tensors.items():
             for part in entry.slices:
                 if (part.file, part.key) in seen:
-                    self.refuse(f"uses {part.key!r:.200} of {part.file} twice, the second time for tensor {name:.200}")
+                    self.refuse(
+                        f"uses {part.key!r:.200} of {part.file} "
+                        f"twice, the second time for tensor {name:.200}"
+                    )
                 seen.add((part.file, part.key))
 
 
 def parse_json(text: bytes, path: Place) -> Any:
-    """JSON in UTF-8 without doubled keys, lone surrogates, NaN and numbers beyond the range of a float; `path` is for messages.
+    """Parse UTF-8 JSON without duplicate keys, lone surrogates, NaN and infinite numbers.
+
+    `path` is for messages.
 
     Raises:
-        CheckpointError: it is not that.
+        CheckpointError: not such JSON.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             raise ValueError("a key appears twice in one object")
         return result
 
-    def constant(name: str) -> NoReturn:
+    def reject_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
 
-    def finite(number: str) -> float:
+    def parse_finite(number: str) -> float:
         value = float(number)
-        return value if math.isfinite(value) else constant(number)
+        return value if math.isfinite(value) else reject_constant(number)
 
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant, parse_float=finite)
+        value = json.loads(
+            text.decode("utf-8"), object_pairs_hook=check_unique, parse_constant=reject_constant, parse_float=parse_finite
+        )
         if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # raises UnicodeEncodeError for one without its partner
+            # Raises UnicodeEncodeError for a lone surrogate.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not valid JSON: {error!s:.200}", field=str(path.parent)) from error
 
 
 def encode_values(values: Mapping[str, Any]) -> bytes:
-    """Values as JSON that reads back equal.
+    """Encode values as JSON that reads back equal.
 
     Raises:
-        CheckpointError: a value that JSON would change or cannot hold, by its place.
+        CheckpointError: JSON would change or cannot represent a value; the message names its
+            location.
     """
     _require_json(values, "values")
     text = json.dumps(values, allow_nan=False, indent=1).encode() + b"\n"
@@ -299,7 +321,7 @@ def _require_json(value: object, place: str) -> None:
         return
     if isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):
-            raise CheckpointError("JSON has no such number", field=place, got=value, remedy="Say None instead")
+            raise CheckpointError("JSON cannot represent this number", field=place, got=value, remedy="Use None instead")
         return
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):
@@ -311,4 +333,6 @@ def _require_json(value: object, place: str) -> None:
                 raise CheckpointError("keys must be text", field=place, got=repr(key))
             _require_json(item, f"{place}.{key}")
         return
-    raise CheckpointError("not a JSON value", field=place, got=type(value).__name__, remedy="Tensors go among the tensors")
+    raise CheckpointError(
+        "not a JSON value", field=place, got=type(value).__name__, remedy="Pass tensors as tensors, not as values"
+    )

@@ -1,4 +1,4 @@
-"""What of a tensor this rank holds, as boxes of the whole tensor; a plain tensor is held whole by every rank that names it."""
+"""Local parts of tensors as boxes of the whole tensor; plain tensors are replicated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from shardwright.errors import CheckpointError
 from shardwright.layout import Held
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint32: "U32", torch.int32: "I32",
-    torch.float32: "F32", torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.int16: "I16",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.uint32: "U32", torch.int32: "I32",
+    torch.float32: "F32", torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64",
+    torch.complex64: "C64",
 }  # fmt: skip
-"""torch's dtypes by safetensors' names."""
+"""Names of torch's dtypes in safetensors files."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a tensor and the local values that fill it, a view of the rank's own storage."""
+    """One box of a tensor and its local values, a view of the rank's storage."""
 
     box: Box
     values: torch.Tensor
@@ -31,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a rank holds of a tensor of `shape`, where the parameter's descriptor says it and not the tensor itself."""
+    """Local part of a tensor of `shape` with boxes from the parameter's descriptor."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -40,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor as one rank holds it."""
+    """Dtype and global shape of a tensor, and the slices of it on this rank."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,17 +50,16 @@ class HeldTensor:
 
 
 def held_tensor(name: str, tensor: torch.Tensor | Part) -> HeldTensor:
-    """What this rank holds of `tensor`.
+    """Describe this rank's part of `tensor`.
 
     Raises:
-        CheckpointError: not a tensor, a dtype that cannot be stored, or sums that were not yet reduced.
+        CheckpointError: not a tensor, a dtype that cannot be stored, or a Partial placement
+            (unreduced sums).
     """
     if isinstance(tensor, Part):
         return _described(name, tensor)
     if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(
-            "not a tensor", field=name, got=type(tensor).__name__, remedy="What is no tensor goes among the values"
-        )
+        raise CheckpointError("not a tensor", field=name, got=type(tensor).__name__, remedy="Pass it among the values")
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError("this dtype cannot be stored", field=name, got=tensor.dtype)
     shape = tuple(tensor.shape)
@@ -72,7 +73,7 @@ def held_tensor(name: str, tensor: torch.Tensor | Part) -> HeldTensor:
 
 
 def _described(name: str, part: Part) -> HeldTensor:
-    """The boxes of a part, as views of the local tensor."""
+    """Describe the boxes of a part as views of its local tensor."""
     local = part.local.detach()
     if isinstance(local, DTensor):
         with torch.no_grad():
@@ -80,37 +81,39 @@ def _described(name: str, part: Part) -> HeldTensor:
     if local.dtype not in DTYPE_NAMES:
         raise CheckpointError("this dtype cannot be stored", field=name, got=local.dtype)
     pieces = []
-    for held in part.boxes:
+    for box in part.boxes:
         values = local
-        for dim, (start, length) in enumerate(held.local):
+        for dim, (start, length) in enumerate(box.local):
             values = values.narrow(dim, start, length)
         if values.numel():
-            pieces.append(Piece(Box(tuple(start for start, _ in held.whole), tuple(length for _, length in held.whole)), values))
+            pieces.append(Piece(Box(tuple(start for start, _ in box.whole), tuple(length for _, length in box.whole)), values))
     return HeldTensor(DTYPE_NAMES[local.dtype], part.shape, tuple(pieces))
 
 
 def _boxes_of_dtensor(name: str, tensor: DTensor) -> list[Box]:
-    """Boxes of the local part; several where a strided shard is not rejoined by a later cut."""
+    """Compute the boxes of the local part; a strided shard may have several."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
-    cuts = []
+    splits = []
     for axis, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
         if placement.is_partial():
-            raise CheckpointError("holds sums that were not reduced", field=name, got=placement, allowed="Shard or Replicate")
+            raise CheckpointError("contains sums that were not reduced", field=name, got=placement, allowed="Shard or Replicate")
         if placement.is_replicate():
             continue
-        # torch's _StridedShard (FSDP2 over a dimension that tensor parallelism cuts) carries a split_factor; Shard does not.
-        dim, stride = int(getattr(placement, "dim")), int(getattr(placement, "split_factor", 1))  # noqa: B009
-        cuts.append(Cut(dim, tensor.device_mesh.size(axis), index, stride))
-    return boxes_of(tuple(tensor.shape), cuts)
+        # torch's _StridedShard (FSDP2 over a dimension sharded by tensor parallelism) has a
+        # split_factor; Shard has none.
+        dim = int(getattr(placement, "dim"))  # noqa: B009
+        stride = int(getattr(placement, "split_factor", 1))
+        splits.append(Cut(dim, tensor.device_mesh.size(axis), index, stride))
+    return boxes_of(tuple(tensor.shape), splits)
 
 
 def _pieces(name: str, local: torch.Tensor, boxes: list[Box]) -> Iterator[Piece]:
-    """Views of the local tensor, which joins its boxes in the order of their indices."""
+    """Yield views of the local tensor, which contains its boxes in order of their indices."""
     if sum(box.num_elements for box in boxes) != local.numel():
         raise CheckpointError(
-            "the local part has another size than its placements say",
+            "the size of the local part does not match its placements",
             field=name,
             got=tuple(local.shape),
             allowed=" ".join(map(str, boxes)),
@@ -120,13 +123,13 @@ def _pieces(name: str, local: torch.Tensor, boxes: list[Box]) -> Iterator[Piece]
     for box in boxes:
         view = local
         for dim, offset in enumerate(box.offsets):
-            before = sum(lengths[dim][start] for start in starts[dim] if start < offset)
-            view = view.narrow(dim, before, box.lengths[dim])
+            position = sum(lengths[dim][start] for start in starts[dim] if start < offset)
+            view = view.narrow(dim, position, box.lengths[dim])
         yield Piece(box, view)
 
 
 def blocks(values: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in row-major order, block by block; a device's memory is copied to the host one block at a time."""
+    """Yield a tensor's bytes in row-major order; device memory is copied block by block."""
     flat = values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), BLOCK_BYTES):
         yield flat[start : start + BLOCK_BYTES].cpu().numpy().data

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a local path, or a place behind any fsspec URL (`s3://bucket/run`, `gs://`, `memory://`). No torch."""
+"""Paths of checkpoints: local, or fsspec URLs (`s3://bucket/run`, `gs://`). No torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, TypeAlias
 from shardwright.errors import CheckpointError
 
 BLOCK_BYTES = 16 * 1024**2
-"""Size of one write, read or hash update: large enough that the system call does not count."""
+"""Size of one write, read or hash update; the cost of its system call is negligible."""
 
 
 class OpenFile(ABC):
-    """A file that is open for reading; a context manager."""
+    """File open for reading; a context manager."""
 
     size_bytes: int
 
     @abstractmethod
     def read_into(self, position: int, data: memoryview) -> int:
-        """Fill `data` from byte `position` on, as far as one read goes; how many bytes, 0 at the end."""
+        """Read once into `data` from byte `position`; return the byte count, 0 at the end."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close it."""
+        """Close the file and release its descriptor or connection."""
 
     def read(self, position: int, num_bytes: int) -> bytes:
-        """Bytes from `position` on, fewer at the end of the file."""
+        """Read `num_bytes` from byte `position`, fewer at the end of the file."""
         data = memoryview(bytearray(num_bytes))
         filled = 0
         while filled < num_bytes and (count := self.read_into(position + filled, data[filled:])):
@@ -45,9 +45,9 @@ class OpenFile(ABC):
 
 @total_ordering
 class RemotePath:
-    """The little of `pathlib.Path` that checkpoints use, in an fsspec file system.
+    """Path in an fsspec file system, with the methods of `pathlib.Path` that checkpoints use.
 
-    Links do not exist there: whatever is not a plain file or folder is neither.
+    It has no links; an entry that is neither a regular file nor a folder counts as neither.
     """
 
     def __init__(self, file_system: Any, path: str) -> None:
@@ -56,12 +56,12 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """Last part."""
+        """Last component of the path."""
         return self.path.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The folder around it."""
+        """Folder that contains this path."""
         return RemotePath(self.file_system, self.path.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> RemotePath:
@@ -83,7 +83,7 @@ class RemotePath:
         return hash(str(self))
 
     def kind(self) -> str | None:
-        """`file`, `directory`, another kind, or None where there is nothing."""
+        """Return `file`, `directory`, another kind, or None if nothing exists."""
         self.file_system.invalidate_cache()
         try:
             return str(self.file_system.info(self.path)["type"])
@@ -91,40 +91,40 @@ class RemotePath:
             return None
 
     def is_file(self) -> bool:
-        """Whether a plain file is there."""
+        """Return True for a regular file."""
         return self.kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether anything lies below."""
+        """Return True for a folder."""
         return self.kind() == "directory"
 
     def exists(self) -> bool:
-        """Whether anything is there."""
+        """Return True if a file or folder has this path."""
         return self.kind() is not None
 
     def is_symlink(self) -> bool:
-        """Never: see `kind`."""
+        """Return False: these file systems have no links."""
         return False
 
     def sizes(self) -> dict[str, int | None]:
-        """Names in a folder with sizes in bytes, None for what is no plain file."""
+        """Return sizes in bytes by name, None for entries that are not regular files."""
         self.file_system.invalidate_cache()
         try:
             entries = self.file_system.ls(self.path, detail=True)
         except FileNotFoundError:
             return {}
-        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries if entry["name"].strip("/")}
-        return {name: int(entry["size"] or 0) if entry["type"] == "file" else None for name, entry in named.items()}
+        entries_by_name = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries if entry["name"].strip("/")}
+        return {name: int(entry["size"] or 0) if entry["type"] == "file" else None for name, entry in entries_by_name.items()}
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What is in the folder."""
+        """Yield the paths in the folder."""
         return (self / name for name in self.sizes())
 
     def open_file(self) -> OpenFile:
-        """Open for reading.
+        """Open the file for reading.
 
         Raises:
-            CheckpointError: it is no plain file, or cannot be opened.
+            CheckpointError: not a regular file, or it cannot be opened.
         """
         if not self.is_file():
             raise CheckpointError(f"{self.name} is not a regular file", field=str(self.parent))
@@ -135,7 +135,7 @@ class RemotePath:
 
 
 Place: TypeAlias = Path | RemotePath
-"""Where a checkpoint is."""
+"""Path of a checkpoint: local, or in an fsspec file system."""
 
 
 class _RemoteFile(OpenFile):
@@ -154,10 +154,10 @@ class _RemoteFile(OpenFile):
 
 
 def place_of(text: str | Path | RemotePath) -> Place:
-    """A local path, or the place of an fsspec URL.
+    """Parse a local path or an fsspec URL.
 
     Raises:
-        CheckpointError: a URL whose file system is unknown, not installed, or cannot be reached.
+        CheckpointError: the URL's file system is unknown, not installed or unreachable.
 
     >>> place_of("runs/demo"), place_of("memory://runs/demo") / "latest"
     (PosixPath('runs/demo'), RemotePath(memory:///runs/demo/latest))
@@ -169,7 +169,7 @@ def place_of(text: str | Path | RemotePath) -> Place:
     try:
         file_system, path = fsspec.url_to_fs(text)
     except (ImportError, ValueError, OSError) as error:
-        raise CheckpointError(f"this place cannot be used: {error}", field="checkpoint.dir", got=text) from error
+        raise CheckpointError(f"this location cannot be used: {error}", field="checkpoint.dir", got=text) from error
     return Path(path) if "file" in _protocols(file_system) else RemotePath(file_system, path)
 
 

@@ -1,7 +1,8 @@
-"""How checkpoints are written to an object store. No torch.
+"""Writing of checkpoints to object stores. No torch.
 
-What differs from a local folder: nothing can be renamed in one instant, so a checkpoint is written under its own name and is one
-from the instant its manifest is there; and an object is durable when its upload has ended, so there is nothing to sync.
+Unlike a local folder, an object store cannot rename atomically, so a checkpoint is written
+under its final name and exists as soon as its manifest does. An object is durable once its
+upload has finished, so nothing needs a sync.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardwright.checkpoint.place import BLOCK_BYTES, Place
 
 
 class RemoteDisk(Disk):
-    """One method per operation, as for local files; those that mean nothing here do nothing."""
+    """`Disk` for object stores; operations without a counterpart do nothing."""
 
     renames = False
 
@@ -23,11 +24,11 @@ class RemoteDisk(Disk):
         self._open: dict[int, Any] = {}
 
     def make_folder(self, path: Any) -> None:
-        """Make a folder, where folders are things."""
+        """Create a folder if the store has folders."""
         path.file_system.makedirs(path.path, exist_ok=True)
 
     def create(self, path: Any) -> int:
-        """Open an object for writing, in the place of one that is there."""
+        """Open an object for writing; it replaces an existing one."""
         file = path.file_system.open(path.path, "wb", block_size=BLOCK_BYTES)
         self._open[id(file)] = file
         return id(file)
@@ -37,41 +38,41 @@ class RemoteDisk(Disk):
         self._open[descriptor].write(bytes(data))
 
     def bypass_cache(self, descriptor: int, bypass: bool) -> bool:
-        """There is no cache."""
+        """Return False: there is no page cache."""
         return False
 
     def sync(self, descriptor: int) -> None:
-        """End the upload: from here on the object is there and durable, as far as the store promises it."""
+        """Finish the upload: the object exists and is as durable as the store guarantees."""
         self._open[descriptor].close()
 
     def close(self, descriptor: int) -> None:
-        """Let go of an object; one whose upload was not ended is given up where the store can do that."""
+        """Release an object; an unfinished upload is discarded if the store supports that."""
         file = self._open.pop(descriptor)
         if not file.closed:
-            with contextlib.suppress(Exception):  # an error is under way already
+            with contextlib.suppress(Exception):  # another error is being raised already
                 file.discard()
             with contextlib.suppress(Exception):
                 file.close()
 
     def sync_folder(self, path: Any) -> None:
-        """Nothing to do."""
+        """Do nothing: stores need no sync of folders."""
 
     def rename(self, source: Any, target: Any) -> None:
-        """Never called: see `renames`."""
-        raise AssertionError("object stores rename nothing")
+        """Raise: never called, because `renames` is False."""
+        raise AssertionError("object stores cannot rename")
 
     def remove(self, path: Any) -> None:
-        """Remove an object."""
+        """Remove an object if it exists."""
         with contextlib.suppress(FileNotFoundError):
             path.file_system.rm_file(path.path)
 
     def remove_folder(self, path: Any) -> None:
-        """Remove an empty folder, where folders are things."""
+        """Remove an empty folder if the store has folders."""
         with contextlib.suppress(OSError):
             path.file_system.rmdir(path.path)
 
     def remove_tree(self, path: Any) -> None:
-        """Remove all objects of a folder, the manifest first: without it the rest is no checkpoint."""
+        """Remove all objects of a folder, the manifest first, which ends the checkpoint."""
         for name, size in sorted(path.sizes().items(), key=lambda item: (not item[0].startswith("manifest"), item[0])):
             if size is None:
                 self.remove_tree(path / name)
@@ -84,5 +85,5 @@ REMOTE_DISK = RemoteDisk()
 
 
 def disk_of(place: Place) -> Disk:
-    """The operations that write there."""
+    """Return the `Disk` that writes to a path."""
     return LOCAL_DISK if isinstance(place, Path) else REMOTE_DISK

@@ -1,8 +1,8 @@
-"""Saving: each rank writes what it holds, no copy twice, nothing gathered; all ranks agree on the outcome.
+"""Saving of checkpoints: ranks write their own shards, each box once, without gathering.
 
-Who writes what: every rank announces its boxes; a box that several hold goes to the one of them with the least to write so far.
-All ranks compute this from the same announcements, so no decision travels.
-Why not DCP's planners: docs/decisions/0020-checkpoint-format.md.
+Every rank announces its boxes. A box on several ranks is written by the one with the fewest
+bytes assigned so far. All ranks compute the same assignment from the same announcements. Why
+not DCP's planners: docs/decisions/0020-checkpoint-format.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a save did: bytes over all ranks, seconds on this one, older checkpoints removed."""
+    """Result of a save: bytes over all ranks, seconds on this rank, removed checkpoints."""
 
     path: Place
     step: int
@@ -66,32 +66,40 @@ def save_checkpoint(
     best: bool = False,
     disk: Disk | None = None,
 ) -> SavedCheckpoint:
-    """Write a checkpoint to `root/step-<step>`; every rank of `group` calls this, and every rank returns or every rank raises.
+    """Write a checkpoint to `root/step-<step>`.
+
+    Collective over `group`: either every rank returns or every rank raises.
 
     Args:
-        root: folder or fsspec URL of one run's checkpoints, the same for all ranks (shared if they are on several machines).
-        step: optimizer steps done.
-        tensors: by name. Plain tensors are copies that all ranks naming them hold alike; DTensors say themselves who holds what.
-            Ranks may name different tensors (pipeline stages).
-        values: everything else, JSON; the first rank's are written.
-        merged: more values, of which each rank knows a part: objects put together key by key. What several ranks say must be equal.
-        group: ranks that save together; None is the default group, or this process alone if there is none.
-        keep: which older checkpoints stay; None removes none.
+        root: folder or fsspec URL of one run's checkpoints, the same for all ranks (shared
+            between machines).
+        step: number of finished optimizer steps.
+        tensors: tensors by name. Plain tensors are replicated on all ranks that name them;
+            DTensors know their sharding. Ranks may name different tensors (pipeline stages).
+        values: all other state, as JSON; the first rank's is written.
+        merged: further values that are distributed over ranks: objects are merged key by key,
+            equal keys must have equal values.
+        group: ranks that save together; None is the default group, or this process alone if
+            there is none.
+        keep: rule for older checkpoints; None removes none.
         best: let `root/best` name this checkpoint.
-        disk: where the tests put one that fails.
+        disk: file operations; tests pass one that fails.
 
     Raises:
-        SaveFailed: some rank could not write, or the ranks disagree about the tensors. Older checkpoints are whole, nothing is left
-            behind, and the run may go on.
+        SaveFailed: a rank could not write, or the ranks disagree about the tensors. Older
+            checkpoints are intact, nothing is left behind, and the run may continue.
     """
     ranks = Ranks(group)
-    planned = plan_save(ranks, step, tensors, values, merged)
-    return finish_save(ranks, place_of(root), planned, keep=keep, best=best, disk=disk)
+    plan = plan_save(ranks, step, tensors, values, merged)
+    return finish_save(ranks, place_of(root), plan, keep=keep, best=best, disk=disk)
 
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """Who writes which box, in the order of each file: `entries` are the same on every rank, `writing` is this rank's share."""
+    """Assignment of boxes to ranks, with this rank's share in the order of its file.
+
+    `entries` and `takers` are the same on all ranks.
+    """
 
     step: int
     values: Mapping[str, Any]
@@ -100,19 +108,19 @@ class PlannedSave:
     takers: dict[tuple[str, Box], int]
     writing: list[tuple[str, str, Box, torch.Tensor]]
     digest: str
-    """Of what this rank announced: while it stays the same on every rank, so does who writes what."""
+    """SHA-256 of this rank's announcement; if no rank's changes, the assignment is reused."""
     versions: tuple[int, ...] = ()
-    """How often each tensor of `writing` had been changed in place: it must be no more often when its copy is done."""
+    """Version counters of the tensors of `writing`, which copying must not change."""
     fault: str | None = None
-    """What kept this rank from being able to write its share; every rank is told before anything is published."""
+    """Reason why this rank cannot write; all ranks learn it before anything is published."""
 
     def copied(self, copy: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> PlannedSave:
-        """With this rank's share copied, so that the originals may change."""
+        """Return a plan that writes copies, so that the originals may change."""
         originals = [values for *_, values in self.writing]
         try:
             copies = copy(originals)
         except (RuntimeError, MemoryError) as error:
-            return replace(self, writing=[], fault=f"no host memory for the copy: {_fault(error)}")
+            return replace(self, writing=[], fault=f"not enough host memory for the copy: {_fault(error)}")
         if _versions(originals) != self.versions:
             return replace(self, writing=[], fault="a tensor changed while it was copied")
         return replace(self, writing=[(*item[:3], values) for item, values in zip(self.writing, copies, strict=True)])
@@ -127,23 +135,25 @@ def plan_save(
     *,
     before: PlannedSave | None = None,
 ) -> PlannedSave:
-    """Agree on who writes what; nothing is written yet. See `save_checkpoint`.
+    """Assign boxes to ranks; writes nothing yet. See `save_checkpoint`.
 
-    `before` is the plan of an earlier save: where all ranks hold what they held then, nothing but that is told.
+    `before` is the plan of an earlier save, reused if no rank's boxes have changed; then boxes
+    are not exchanged again.
     """
-    mine, digest, everyone_holds_the_same = _announced(ranks, step, tensors, values, merged or {}, before)
-    if everyone_holds_the_same:
+    local_tensors, digest, is_unchanged = _announced(ranks, step, tensors, values, merged or {}, before)
+    if is_unchanged:
         assert before is not None
-        entries, takers = before.entries, before.takers
+        entries = before.entries
+        takers = before.takers
     else:
-        entries, takers = _assigned(_told(ranks, mine))
+        entries, takers = _assigned(_told(ranks, local_tensors))
     writing = [
         (name, tensor.dtype, piece.box, piece.values)
-        for name, tensor in mine.items()
+        for name, tensor in local_tensors.items()
         for piece in tensor.pieces
         if takers[name, piece.box] == ranks.rank
     ]
-    # Wide elements first, so that every tensor's bytes begin at a multiple of its element size.
+    # Wide elements first, so that every tensor starts at a multiple of its element size.
     writing.sort(key=lambda item: (-DTYPE_BYTES[item[1]], item[0], item[2]))
     return PlannedSave(
         step, values, merged or {}, entries, takers, writing, digest, versions=_versions([tensor for *_, tensor in writing])
@@ -151,15 +161,16 @@ def plan_save(
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Torch's count of changes in place; 0 for tensors of inference mode, which have none."""
+    """Return torch's counts of in-place changes; 0 for inference tensors, which have none."""
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def finish_save(
     ranks: Ranks, root: Place, planned: PlannedSave, *, keep: Keep | None, best: bool, disk: Disk | None
 ) -> SavedCheckpoint:
-    """Write, publish and prune what was planned. See `save_checkpoint`."""
-    begun, disk = time.monotonic(), disk or disk_of(root)
+    """Write and publish a planned save, then prune. See `save_checkpoint`."""
+    start = time.monotonic()
+    disk = disk or disk_of(root)
     folder: Place | None = None
     try:
         values = {**planned.values, **_merged(ranks, planned.merged)}
@@ -170,11 +181,11 @@ def finish_save(
         if folder is not None and ranks.is_first and folder.exists():
             _discard_quietly(folder, disk)
         raise
-    return SavedCheckpoint(path, planned.step, manifest.num_bytes, time.monotonic() - begun, tuple(removed))
+    return SavedCheckpoint(path, planned.step, manifest.num_bytes, time.monotonic() - start, tuple(removed))
 
 
 Held = dict[str, tuple[str, tuple[int, ...], dict[Box, list[int]]]]
-"""What all ranks hold: per name dtype, shape, and by box the ranks that hold it."""
+"""Dtype, shape and ranks by box of every tensor, by name, over all ranks."""
 
 
 def _announced(
@@ -185,35 +196,43 @@ def _announced(
     merged: Mapping[str, Any],
     before: PlannedSave | None,
 ) -> tuple[dict[str, HeldTensor], str, bool]:
-    """What this rank holds, its digest, and whether every rank holds what it held before; wrong input on one is an error on all."""
-    mine: dict[str, HeldTensor] = {}
+    """Return this rank's tensors, their digest, and True if no rank's digest has changed.
+
+    Invalid input of one rank is an error on all.
+    """
+    local_tensors: dict[str, HeldTensor] = {}
     fault = None
     try:
-        mine = {name: held_tensor(name, tensor) for name, tensor in tensors.items()}
+        local_tensors = {name: held_tensor(name, tensor) for name, tensor in tensors.items()}
         encode_values({**values, **merged})
     except ShardwrightError as error:
         fault = str(error)
-    digest = hashlib.sha256(json.dumps(_spelled(mine)).encode()).hexdigest()
-    same = before is not None and before.digest == digest
-    everyone = ranks.gather([step, fault, same])
-    _require_no_faults([rank_told[1] for rank_told in everyone], "nothing was written")
-    if len(steps := {rank_told[0] for rank_told in everyone}) > 1:
+    digest = hashlib.sha256(json.dumps(_spelled(local_tensors)).encode()).hexdigest()
+    is_unchanged = before is not None and before.digest == digest
+    reports = ranks.gather([step, fault, is_unchanged])
+    _require_no_faults([report[1] for report in reports], "nothing was written")
+    if len(steps := {report[0] for report in reports}) > 1:
         raise SaveFailed(f"ranks save different steps: {sorted(steps)}")
-    return mine, digest, all(rank_told[2] for rank_told in everyone)
+    return local_tensors, digest, all(report[2] for report in reports)
 
 
 def _spelled(mine: Mapping[str, HeldTensor]) -> dict[str, Any]:
-    return {name: [held.dtype, held.shape, [[p.box.offsets, p.box.lengths] for p in held.pieces]] for name, held in mine.items()}
+    return {
+        name: [tensor.dtype, tensor.shape, [[p.box.offsets, p.box.lengths] for p in tensor.pieces]] for name, tensor in mine.items()
+    }
 
 
 def _told(ranks: Ranks, mine: Mapping[str, HeldTensor]) -> Held:
-    """Tell each other what there is, and see that it is all there once."""
+    """Gather the boxes of all ranks and check that they cover every tensor exactly once."""
     entries: Held = {}
-    for rank, rank_told in enumerate(ranks.gather(_spelled(mine))):
-        for name, (dtype, shape, boxes) in rank_told.items():
+    for rank, rank_tensors in enumerate(ranks.gather(_spelled(mine))):
+        for name, (dtype, shape, boxes) in rank_tensors.items():
             entry = entries.setdefault(name, (dtype, tuple(shape), {}))
             if entry[:2] != (dtype, tuple(shape)):
-                raise SaveFailed(f"ranks disagree about {name}: {entry[0]} {entry[1]}, on rank {rank} {dtype} {tuple(shape)}")
+                raise SaveFailed(
+                    f"ranks disagree about {name}: {entry[0]} "
+                    f"{entry[1]}, on rank {rank} {dtype} {tuple(shape)}"
+                )
             for offsets, lengths in boxes:
                 entry[2].setdefault(Box(tuple(offsets), tuple(lengths)), []).append(rank)
     for name, (_, shape, holders) in entries.items():
@@ -223,14 +242,14 @@ def _told(ranks: Ranks, mine: Mapping[str, HeldTensor]) -> Held:
 
 
 def _merged(ranks: Ranks, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """All ranks' objects as one; told in full only where they differ (pipeline stages know their own parameters)."""
+    """Merge the objects of all ranks, which are sent in full only if they differ."""
     digests = ranks.gather(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
     if len(set(digests)) == 1:
         return dict(mine)
-    whole: dict[str, Any] = {}
-    for rank, told in enumerate(ranks.gather(mine)):
-        _merge_into(whole, told, rank, "values")
-    return whole
+    result: dict[str, Any] = {}
+    for rank, values in enumerate(ranks.gather(mine)):
+        _merge_into(result, values, rank, "values")
+    return result
 
 
 def _merge_into(whole: dict[str, Any], told: Mapping[str, Any], rank: int, place: str) -> None:
@@ -238,11 +257,14 @@ def _merge_into(whole: dict[str, Any], told: Mapping[str, Any], rank: int, place
         if isinstance(value, dict) and isinstance(whole.setdefault(key, {}), dict):
             _merge_into(whole[key], value, rank, f"{place}.{key}")
         elif whole.setdefault(key, value) != value:
-            raise SaveFailed(f"ranks disagree about {place}.{key}: {whole[key]!r:.80}, on rank {rank} {value!r:.80}")
+            raise SaveFailed(
+                f"ranks disagree about {place}.{key}: "
+                f"{whole[key]!r:.80}, on rank {rank} {value!r:.80}"
+            )
 
 
 def _assigned(held: Held) -> tuple[dict[str, TensorEntry], dict[tuple[str, Box], int]]:
-    """Boxes that one rank alone holds go to it, then each copy, largest first, to the holder with the least to write."""
+    """Assign boxes to ranks: those on one rank first, then the largest to the least loaded."""
     loads: dict[int, int] = {}
     takers: dict[tuple[str, Box], int] = {}
     boxes = [
@@ -251,9 +273,9 @@ def _assigned(held: Held) -> tuple[dict[str, TensorEntry], dict[tuple[str, Box],
         for box, holders in by_box.items()
     ]
     for size, name, box, holders in sorted(boxes, key=lambda item: (len(item[3]) > 1, -item[0], item[1], item[2])):
-        taker = min(holders, key=lambda holder: (loads.get(holder, 0), holder))
-        loads[taker] = loads.get(taker, 0) + size
-        takers[name, box] = taker
+        writer = min(holders, key=lambda holder: (loads.get(holder, 0), holder))
+        loads[writer] = loads.get(writer, 0) + size
+        takers[name, box] = writer
     entries = {}
     for name, (dtype, shape, by_box) in held.items():
         slices = [
@@ -268,20 +290,20 @@ def _file_of(rank: int) -> str:
 
 
 def _begun(ranks: Ranks, root: Place, step: int, disk: Disk) -> Place:
-    """The folder to write into, made by the first rank."""
-    told = {"folder": "", "fault": None}
+    """Create the folder to write into, on the first rank, and return its path on all ranks."""
+    result = {"folder": "", "fault": None}
     if ranks.is_first:
         try:
-            told["folder"] = str(commit.begin(root, step, disk).name)
+            result["folder"] = str(commit.begin(root, step, disk).name)
         except (OSError, ShardwrightError) as error:
-            told["fault"] = _fault(error)
-    told = ranks.from_first(told)
-    _require_no_faults([told["fault"]], f"nothing was written to {root}")
-    return root / str(told["folder"])
+            result["fault"] = _fault(error)
+    result = ranks.from_first(result)
+    _require_no_faults([result["fault"]], f"nothing was written to {root}")
+    return root / str(result["folder"])
 
 
 def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], folder: Place, disk: Disk) -> Manifest:
-    """Every rank writes its file, the first one the values too; the manifest of all."""
+    """Write this rank's file, and values on the first rank; return the common manifest."""
     files: dict[str, list[Any]] = {}
     fault = planned.fault
     try:
@@ -293,19 +315,19 @@ def _written(ranks: Ranks, planned: PlannedSave, values: Mapping[str, Any], fold
         disk.sync_folder(folder)
     except (OSError, RuntimeError, MemoryError, ShardwrightError) as error:
         fault = _fault(error)
-    everyone = ranks.gather({"fault": fault, "files": files})
-    _require_no_faults([told["fault"] for told in everyone], "older checkpoints are whole")
+    reports = ranks.gather({"fault": fault, "files": files})
+    _require_no_faults([report["fault"] for report in reports], "older checkpoints are intact")
     return Manifest(
         step=planned.step,
         world_size=ranks.world_size,
-        files={name: StoredFile(*file) for told in everyone for name, file in told["files"].items()},
+        files={name: StoredFile(*file) for report in reports for name, file in report["files"].items()},
         tensors=planned.entries,
         written_by=f"shardwright {__version__}, torch {torch.__version__}",
     )
 
 
 def _write_shard(path: Place, planned: PlannedSave, disk: Disk) -> list[Any]:
-    """Write a rank's file; its size in bytes and SHA-256."""
+    """Write this rank's file; return its size in bytes and SHA-256."""
     keys = {(name, part.box): part.key for name, entry in planned.entries.items() for part in entry.slices}
     header = compose_header([(keys[name, box], dtype, box.lengths) for name, dtype, box, _ in planned.writing])
     size_bytes = len(header) + sum(values.numel() * values.element_size() for *_, values in planned.writing)
@@ -321,40 +343,40 @@ def _write_shard(path: Place, planned: PlannedSave, disk: Disk) -> list[Any]:
 def _committed(
     ranks: Ranks, root: Place, folder: Place, manifest: Manifest, keep: Keep | None, best: bool, disk: Disk
 ) -> tuple[Place, list[Place]]:
-    """The first rank publishes and prunes; all ranks learn how it went."""
-    told: dict[str, Any] = {"name": "", "removed": [], "fault": None}
+    """Publish and prune on the first rank; return checkpoint and removed paths on all."""
+    result: dict[str, Any] = {"name": "", "removed": [], "fault": None}
     if ranks.is_first:
         try:
-            told["name"] = commit.publish(root, folder, manifest, best=best, disk=disk).name
+            result["name"] = commit.publish(root, folder, manifest, best=best, disk=disk).name
         except (OSError, ShardwrightError) as error:
-            told["fault"] = _fault(error)
-        if told["fault"] is None and keep is not None:
+            result["fault"] = _fault(error)
+        if result["fault"] is None and keep is not None:
             try:
-                told["removed"] = [path.name for path in commit.prune(root, keep, disk)]
-            except OSError as error:  # the save itself is done; say it and go on
-                logger.warning("could not remove older checkpoints of %s: %s", root, error)
-    told = ranks.from_first(told)
-    _require_no_faults([told["fault"]], "older checkpoints are whole")
-    return root / told["name"], [root / name for name in told["removed"]]
+                result["removed"] = [path.name for path in commit.prune(root, keep, disk)]
+            except OSError as error:  # the save itself succeeded
+                logger.warning("could not remove older checkpoints in %s: %s", root, error)
+    result = ranks.from_first(result)
+    _require_no_faults([result["fault"]], "older checkpoints are intact")
+    return root / result["name"], [root / name for name in result["removed"]]
 
 
 def _fault(error: BaseException) -> str:
-    """One line about an exception."""
+    """Describe an exception in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     return str(error) or type(error).__name__
 
 
 def _require_no_faults(faults: list[str | None], consequence: str) -> None:
-    """Raise the same SaveFailed on every rank if any rank met a fault."""
-    met = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault is not None]
-    if met:
-        raise SaveFailed(f"the checkpoint could not be saved; {consequence}. {'; '.join(met)}")
+    """Raise the same SaveFailed on every rank if any rank has a fault."""
+    messages = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault is not None]
+    if messages:
+        raise SaveFailed(f"the checkpoint could not be saved; {consequence}. {'; '.join(messages)}")
 
 
 def _discard_quietly(folder: Place, disk: Disk) -> None:
-    """Remove what a failed save wrote; if even that fails, the next save does it."""
+    """Remove the files of a failed save; if that fails, the next save removes them."""
     try:
         commit.discard(folder, disk)
     except OSError as error:
-        logger.warning("could not remove %s: %s; the next save will", folder, error)
+        logger.warning("could not remove %s: %s; the next save will try again", folder, error)

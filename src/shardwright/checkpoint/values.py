@@ -1,7 +1,7 @@
-"""The schema of `values.json` in a run's checkpoint: all of the training state that is no tensor. No torch.
+"""Schema of `values.json` in a run's checkpoint: state other than tensors. No torch.
 
-Whoever reads a run's checkpoint reads its values through `parse_values`: `train --resume`, rollback, `export`, `generate`,
-`evaluate` and `checkpoint inspect`. A file with the right hash may still have been written by someone else.
+All readers use `parse_values`: `train --resume`, rollback, `export`, `generate`, `evaluate` and
+`checkpoint inspect`. A file with a correct hash may still come from another program.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shardwright.errors import CheckpointError
 
 _SHOWN_CHARACTERS = 80
 _MAX_DEPTH = 32
-"""Levels of nested JSON. Ours has about six; comparing and writing values recurse into them."""
+"""Limit of nested JSON levels (shardwright writes about six), because the code recurses."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 PositiveCount = Annotated[int, Field(ge=1, lt=2**62)]
 
 
 class _Values(BaseModel):
-    """Base of all parts: exact types, finite numbers; keys that a later version adds are kept."""
+    """Base class of all parts: strict types, finite numbers, unknown keys kept."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False)
 
@@ -38,7 +38,10 @@ class LossScale(_Values):
 
 
 class OptimizerValues(_Values):
-    """The update rule, and by parameter name its number of updates. Hyperparameters are for the reader."""
+    """Update rule and number of updates by parameter name.
+
+    The hyperparameters are for readers only.
+    """
 
     rule: str
     steps: dict[str, Count]
@@ -46,7 +49,7 @@ class OptimizerValues(_Values):
 
 
 class AdapterValues(_Values):
-    """The adapters that were trained, with the fields of `AdapterShape`."""
+    """Trained adapters, with the fields of `AdapterShape`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,11 +62,11 @@ class AdapterValues(_Values):
 
 
 class RunIdentity(_Values):
-    """What a resumed run must have in common with the one that saved."""
+    """Fields that a resumed run must share with the run that saved."""
 
     adapters: AdapterValues | None = None
     base: str | None = None
-    """Fingerprint of the weights that the adapters stand beside; `random` for weights made from the seed."""
+    """Fingerprint of the adapters' base weights; `random` for initialised ones."""
     model: dict[str, Any]
     tokenizer: str
     data: str
@@ -88,7 +91,10 @@ class RunIdentity(_Values):
 
 
 class AllowedDrift(_Values):
-    """A field that was allowed to change when the run was resumed at `step`; a side that is absent is left out."""
+    """Field that was allowed to change when the run was resumed at `step`.
+
+    An absent side is left out.
+    """
 
     step: Count
     field: str
@@ -98,10 +104,10 @@ class RunValues(_Values):
     """Values of one checkpoint of a run."""
 
     step: Count
-    """Optimizer steps done. The manifest's step is the same."""
+    """Number of finished optimizer steps; equals the manifest's step."""
     samples_seen: Count
     steps_left_out: Count = 0
-    """Steps' worth of data that rollbacks have passed over; absent from older checkpoints."""
+    """Data that rollbacks have skipped, in steps; missing in older checkpoints."""
     skipped_in_a_row: Count
     best_loss: float | None
     loss_scaler: LossScale | None
@@ -115,10 +121,10 @@ class RunValues(_Values):
 
 
 def read_values_file(folder: Place) -> dict[str, Any]:
-    """Read the `values.json` of a checkpoint folder as a JSON object of bounded depth; its fields are not checked.
+    """Read `values.json` as a JSON object of bounded depth, without checking its fields.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such object.
+        CheckpointError: it cannot be read, is not an object or is nested too deeply.
     """
     content = parse_json(read_small(folder / VALUES_NAME, MAX_VALUES_BYTES), folder / VALUES_NAME)
     if not isinstance(content, dict):
@@ -136,43 +142,43 @@ def parse_values(content: object, folder: Place, *, step: int) -> RunValues:
     """Check the content of a checkpoint's `values.json`.
 
     Args:
-        content: as `read_values_file` returned it.
-        folder: of the checkpoint, for messages.
-        step: of the manifest.
+        content: result of `read_values_file`.
+        folder: folder of the checkpoint, for messages.
+        step: step of the manifest.
 
     Raises:
-        CheckpointError: names the first field that `train` would not have written so.
+        CheckpointError: a value is invalid; the message names the first field.
     """
     try:
         values = RunValues.model_validate(content)
     except ValidationError as error:
         raise _refusal(error, folder) from None
     if values.step != step:
-        raise _error(folder, "step", got=str(values.step), allowed=f"{step}, the manifest's")
+        raise _error(folder, "step", got=str(values.step), allowed=f"{step}, as in the manifest")
     samples_seen = (values.step + values.steps_left_out) * values.run.global_batch_size
     if values.samples_seen != samples_seen:
-        raise _error(folder, "samples_seen", got=str(values.samples_seen), allowed=f"{samples_seen}, by the other values")
+        raise _error(folder, "samples_seen", got=str(values.samples_seen), allowed=f"{samples_seen}, as the other values imply")
     return values
 
 
 def _refusal(error: ValidationError, folder: Place) -> CheckpointError:
-    """Turn pydantic's first complaint into our own error; the others are counted."""
-    complaints = error.errors(include_url=False)
-    first = complaints[0]
+    """Turn pydantic's first error into a CheckpointError that counts the others."""
+    details = error.errors(include_url=False)
+    first = details[0]
     got = "nothing" if first["type"] == "missing" else _shown(first["input"])
     if first["type"] == "extra_forbidden":
         got = f"the key {_shown(first['loc'][-1])}"
-    return _error(folder, _path(first["loc"]), got=got, allowed=_allowed(first), num_others=len(complaints) - 1)
+    return _error(folder, _path(first["loc"]), got=got, allowed=_allowed(first), num_others=len(details) - 1)
 
 
 def _error(folder: Place, field: str, *, got: str, allowed: str, num_others: int = 0) -> CheckpointError:
     more = f"; {num_others} more field{'s are' if num_others > 1 else ' is'} wrong" if num_others else ""
     return CheckpointError(
-        f"this is not a checkpoint of ours: the values are not as `train` writes them{more}",
+        f"not a shardwright checkpoint: the values are not as `train` writes them{more}",
         field=f"{folder / VALUES_NAME}: {field}" if field else str(folder / VALUES_NAME),
         got=got,
         allowed=allowed,
-        remedy="Remove this checkpoint to go on from an older one",
+        remedy="Remove this checkpoint to continue from an older one",
     )
 
 
@@ -191,7 +197,7 @@ _ALLOWED = {
 
 
 def _allowed(complaint: Any) -> str:
-    """Say what a field may hold, from the type of pydantic's complaint."""
+    """Describe the allowed values of a field, from the type of pydantic's error."""
     known = _ALLOWED.get(complaint["type"])
     if known is not None:
         return known
@@ -205,7 +211,7 @@ def _allowed(complaint: Any) -> str:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Write a place in the JSON as `optimizer.steps['model.norm.weight']`."""
+    """Format a location in the JSON as `optimizer.steps['model.norm.weight']`."""
     path = ""
     for part in location:
         name = str(part)
@@ -217,7 +223,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Show a JSON value, shortened."""
+    """Format a JSON value, shortened."""
     if value is None:
         return "null"
     text = str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,4 +1,4 @@
-"""Optimizers over named parameters, their state by name, and the learning rate as a function of the step."""
+"""Optimizers over named parameters, their state by name, and learning-rate schedules."""
 
 from shardwright.optim.adamw_8bit import check_blocks, require_torchao
 from shardwright.optim.build import build_optimizer, set_learning_rate

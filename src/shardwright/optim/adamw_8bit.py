@@ -1,9 +1,11 @@
-"""AdamW with its two moments in 8 bits: a code per element, a scale per block of elements of a row.
+"""AdamW with 8-bit moments: one code per element and one scale per block of elements of a row.
 
-Codes and their table are torchao's (which are bitsandbytes'). Blocks are runs of `block_size` elements of a row of the whole
-parameter, the last one of a row what remains; torchao's run on from row to row, so the two agree, bit for bit, wherever rows are
-multiples of the block. Rows are what makes them independent of a layout: ZeRO never cuts one, and a cut within rows is refused
-before the ranks start where it would go through a block (`check_blocks`). Vectors, and matrices below 4096 elements, keep fp32.
+Codes and their table are torchao's (the same as bitsandbytes'). A block is `block_size`
+consecutive elements of a row of the whole parameter; the last block of a row may be shorter. In
+torchao blocks continue from row to row, so both agree bit for bit where the row length is a
+multiple of the block size. Blocks within rows do not depend on the layout: ZeRO never splits a
+row, and a layout that splits rows inside a block is rejected before the ranks start
+(`check_blocks`). Vectors and matrices below 4096 elements have fp32 moments.
 
 Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861).
 """
@@ -22,17 +24,17 @@ from shardwright.layout import Held, Layout, ParameterLayout, RankGrid, held
 from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, local_part, num_elements
 
 LEAST_ELEMENTS = 4096
-"""Matrices with fewer keep fp32 moments: they cost nothing, as Dettmers et al. have it."""
+"""Smaller matrices have fp32 moments, whose memory is negligible (Dettmers et al.)."""
 _BLOCK_SIZES = (256, 128, 64, 32)
 _ROWS_AT_ONCE_ELEMENTS = 1 << 22
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def require_torchao() -> None:
-    """Refuse before any rank starts where torchao is not installed.
+    """Check, before any rank starts, that torchao is installed.
 
     Raises:
-        RecipeError: names the extra to install.
+        RecipeError: torchao is missing; the message names the extra to install.
     """
     if util.find_spec("torchao") is None:
         raise RecipeError(
@@ -44,34 +46,39 @@ def require_torchao() -> None:
 
 
 def is_quantised(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of this whole shape has 8-bit moments."""
+    """Return True if a parameter has 8-bit moments; `shape` is that of the whole parameter."""
     return len(shape) >= 2 and num_elements(shape) >= LEAST_ELEMENTS
 
 
 def check_blocks(layouts: Mapping[str, ParameterLayout], layout: Layout, block_size: int) -> None:
-    """Refuse a layout that cuts through a block of moments: there, two ranks would have to share a scale.
+    """Check that no block of moments is split between ranks, which would share its scale.
 
     Raises:
-        LayoutError: names the parameter, the numbers, and the largest block size that fits.
+        LayoutError: a block is split; the message names the parameter, its shape and the
+            largest block size that fits.
     """
     for name, described in layouts.items():
         if not is_quantised(described.shape):
             continue
-        cuts = [edge for box in _boxes_of_all(described, layout) for edge in _edges(box, described.shape[-1])]
-        if any(edge % block_size for edge in cuts):
-            fitting = [size for size in _BLOCK_SIZES if all(edge % size == 0 for edge in cuts)]
-            fits = f"optimizer.block_size {fitting[0]}" if fitting else "no block size from 32 on"
+        edges = [edge for box in _boxes_of_all(described, layout) for edge in _edges(box, described.shape[-1])]
+        if any(edge % block_size for edge in edges):
+            fitting = [size for size in _BLOCK_SIZES if all(edge % size == 0 for edge in edges)]
+            allowed = f"optimizer.block_size {fitting[0]}" if fitting else "no block size of 32 or more fits"
             raise LayoutError(
-                f"{name} {list(described.shape)} is cut within its rows, which goes through blocks of {block_size} 8-bit moments",
+                f"the layout splits the rows of {name} {list(described.shape)} "
+                f"inside blocks of {block_size} 8-bit moments",
                 field="optimizer.block_size",
                 got=block_size,
-                allowed=fits,
-                remedy="Set it so, choose another tensor-parallel degree, or use adamw",
+                allowed=allowed,
+                remedy=(
+                    "Set the allowed block size, choose another "
+                    "tensor-parallel degree, or use adamw"
+                ),
             )
 
 
 def _boxes_of_all(described: ParameterLayout, layout: Layout) -> set[Held]:
-    """Boxes of all ranks; a cut within rows is the same at every place of axes that cut none."""
+    """Return the boxes of all ranks; the empty set if no axis splits rows."""
     if not any(shard.dim == len(described.shape) - 1 for shard in described.shards):
         return set()
     grid = RankGrid(layout)
@@ -79,13 +86,14 @@ def _boxes_of_all(described: ParameterLayout, layout: Layout) -> set[Held]:
 
 
 def _edges(box: Held, row: int) -> list[int]:
-    """Where a box begins and ends within rows, in the whole and in the rank's own tensor; the end of a row is no cut."""
-    (local, length), (whole, _) = box.local[-1], box.whole[-1]
-    return [local, whole] + ([] if whole + length == row else [whole + length])
+    """Return the columns where a box starts (local and global) and, inside a row, ends."""
+    local_start, length = box.local[-1]
+    start, _ = box.whole[-1]
+    return [local_start, start] + ([] if start + length == row else [start + length])
 
 
 class AdamW8bit(CutOptimizer):
-    """AdamW (decoupled decay), its update computed in fp32 from moments that rest in 8 bits."""
+    """AdamW (decoupled decay) with updates computed in fp32 and moments stored in 8 bits."""
 
     rule = "adamw_8bit"
     exchanges = False
@@ -110,30 +118,31 @@ class AdamW8bit(CutOptimizer):
             return
         local = local_part(parameter.detach())
         state["step"] = torch.zeros((), dtype=torch.float32)
-        quantised = is_quantised(self.cut.layouts[self.name_of[parameter]].shape)
+        is_8bit = is_quantised(self.cut.layouts[self.name_of[parameter]].shape)
         for moment in _MOMENTS:
-            if quantised:
+            if is_8bit:
                 state[f"{moment}_codes"] = torch.zeros_like(local, dtype=torch.uint8, memory_format=torch.contiguous_format)
-                scales = (*local.shape[:-1], -(-local.shape[-1] // self.block_size))
-                state[f"{moment}_scales"] = torch.zeros(scales, dtype=torch.float32, device=local.device)
+                scales_shape = (*local.shape[:-1], -(-local.shape[-1] // self.block_size))
+                state[f"{moment}_scales"] = torch.zeros(scales_shape, dtype=torch.float32, device=local.device)
             else:
                 state[moment] = torch.zeros_like(local, dtype=torch.float32, memory_format=torch.contiguous_format)
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:
-        state, name = self.state[parameter], self.name_of[parameter]
-        told = {}
+        state = self.state[parameter]
+        name = self.name_of[parameter]
+        moments = {}
         for key, tensor in state.items():
             if key.endswith("_scales"):
                 shape = self.cut.layouts[name].shape
                 boxes = tuple(_by_block(box, self.block_size) for box in self.cut.held(name))
-                told[key] = Moment(tensor, name, (*shape[:-1], -(-shape[-1] // self.block_size)), boxes)
+                moments[key] = Moment(tensor, name, (*shape[:-1], -(-shape[-1] // self.block_size)), boxes)
             elif key != "step":
-                told[key] = Moment(tensor, name)
-        return told
+                moments[key] = Moment(tensor, name)
+        return moments
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         for _, _, local, gradient, state, group in self.walk():
             state["step"] += 1
@@ -144,7 +153,7 @@ class AdamW8bit(CutOptimizer):
                 self._step_quantised(local, gradient, state, count, group)
 
     def _step_quantised(self, local: Tensor, gradient: Tensor, state: dict[str, Any], count: Tensor, group: dict[str, Any]) -> None:
-        """Some rows at a time: decoded moments and codes on their way are much wider than what rests."""
+        """Update a few rows at a time, because decoded moments are wider than stored ones."""
         rows = max(1, _ROWS_AT_ONCE_ELEMENTS // local.shape[-1])
         tensors = [local, gradient, *(state[f"{moment}_{part}"] for moment in _MOMENTS for part in ("codes", "scales"))]
         flat = [
@@ -153,14 +162,18 @@ class AdamW8bit(CutOptimizer):
         ]
         for part in zip(*(tensor.split(rows) for tensor in flat), strict=True):
             weights, slope, *moments = part
-            mean, square = self._codec.decode(*moments[:2], signed=True), self._codec.decode(*moments[2:], signed=False)
+            mean = self._codec.decode(*moments[:2], signed=True)
+            square = self._codec.decode(*moments[2:], signed=False)
             _update(weights, slope, mean, square, count, group)
             self._codec.encode(mean, *moments[:2], signed=True)
             self._codec.encode(square, *moments[2:], signed=False)
 
 
 def _update(local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count: Tensor, group: dict[str, Any]) -> None:
-    """AdamW in fp32; `mean` and `square` (fp32) become those after the step. torchao's operations, in its order and precision."""
+    """Update `local` and the fp32 moments `mean` and `square` in place.
+
+    Operations, order and precision are torchao's.
+    """
     beta1, beta2 = group["betas"]
     rate = torch.tensor(group["lr"], dtype=torch.float32)
     gradient, weights = gradient.float(), local.float()
@@ -172,7 +185,7 @@ def _update(local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count
 
 
 class _Codec:
-    """Rows of numbers as 8-bit codes and a scale per block, by torchao's table and rounding."""
+    """Quantiser of rows to 8-bit codes and a scale per block, as torchao's."""
 
     def __init__(self, block_size: int) -> None:
         require_torchao()
@@ -181,13 +194,14 @@ class _Codec:
         self._tables: dict[tuple[bool, torch.device], Tensor] = {}
 
     def decode(self, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> Tensor:
-        """fp32 numbers, `[R, C]`."""
+        """Return the dequantised values in fp32, shape [R, C]."""
         values_RC = self._table(signed, codes_RC.device)[codes_RC.int()]
         return values_RC.mul_(self._spread(scales_RK, codes_RC.shape[-1]))
 
     def encode(self, values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, *, signed: bool) -> None:
-        """Write the codes and scales of numbers; the nearest entries of the table to number / the block's largest."""
-        width, num_blocks = values_RC.shape[-1], scales_RK.shape[-1]
+        """Write scales (largest magnitudes of blocks) and codes (nearest table entries)."""
+        width = values_RC.shape[-1]
+        num_blocks = scales_RK.shape[-1]
         padded = torch.nn.functional.pad(values_RC, (0, num_blocks * self.block_size - width))
         scales_RK.copy_(padded.unflatten(-1, (num_blocks, self.block_size)).abs().amax(-1).clip(1e-12))
         scaled_RC = values_RC / self._spread(scales_RK, width)
@@ -204,6 +218,8 @@ class _Codec:
 
 
 def _by_block(box: Held, block_size: int) -> Held:
-    """The same box among a parameter's scales; `check_blocks` has seen to it that it begins with a block."""
-    scaled = [(*bounds[:-1], (bounds[-1][0] // block_size, -(-bounds[-1][1] // block_size))) for bounds in (box.local, box.whole)]
-    return Held(scaled[0], scaled[1], box.copies, box.first)
+    """Return the box of scales of a box of elements, which starts with a block."""
+    block_bounds = [
+        (*bounds[:-1], (bounds[-1][0] // block_size, -(-bounds[-1][1] // block_size))) for bounds in (box.local, box.whole)
+    ]
+    return Held(block_bounds[0], block_bounds[1], box.copies, box.first)

@@ -1,4 +1,4 @@
-"""The optimizer over named parameters, by the recipe's rule."""
+"""Construction of the recipe's optimizer over named parameters."""
 
 from __future__ import annotations
 
@@ -28,41 +28,45 @@ def build_optimizer(
     weight_decay: float,
     cut: ModelCut | None = None,
 ) -> torch.optim.Optimizer:
-    """The recipe's rule, parameters in groups that decay and that do not, each group carrying its `param_names`.
+    """Build the recipe's optimizer, with parameter groups with and without weight decay.
 
-    Matrices are decayed (whatever has two or more dimensions, so embeddings too, as nanoGPT has it); norms and biases are not,
-    the stacked biases of experts included. Dimensions are those of the whole parameter, so a cut never moves one to the other
-    group. Frozen ones are left out.
-    Decay is decoupled (Loshchilov and Hutter 2019) but for SGD's, which is added to the gradient. Works on DTensors.
+    Each group has `param_names`. Parameters of two or more dimensions decay, embeddings
+    included (as in nanoGPT); norms and biases do not, the stacked biases of experts included.
+    Dimensions are those of the whole parameter, so sharding never changes a parameter's group.
+    Frozen parameters are left out. Decay is decoupled (Loshchilov and Hutter 2019), except for
+    SGD, which adds it to the gradient. Works on DTensors. Collective: every rank calls it.
 
     Args:
-        cut: how the parameters lie over ranks; of no use to adamw and sgd, which work element by element. Every rank calls this.
+        cut: how the parameters are sharded; not needed for adamw and sgd, which work element by
+            element.
     """
-    named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     matrices = cut.block_matrices() if section.name == "muon" and cut is not None else frozenset()
     groups: list[dict[str, Any]] = []
     for rule in ("muon", "adamw") if section.name == "muon" else (section.name,):
-        for decay, decayed in ((weight_decay, True), (0.0, False)):
+        for decay, is_decayed in ((weight_decay, True), (0.0, False)):
             members = [
                 (name, parameter)
-                for name, parameter in named
-                if (name in matrices) == (rule == "muon") and _decays(name, parameter) == decayed
+                for name, parameter in trainable
+                if (name in matrices) == (rule == "muon") and _decays(name, parameter) == is_decayed
             ]
             if members:
                 groups.append({"params": members, "weight_decay": decay} | ({"rule": rule} if section.name == "muon" else {}))
     if not groups:  # a pipeline rank whose stages are frozen
         groups.append({"params": [], "weight_decay": 0.0} | ({"rule": "adamw"} if section.name == "muon" else {}))
-    implementation = choose_implementation([parameter for _, parameter in named])
-    if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in named):
-        implementation = {"foreach": True}  # torch's fused SGD rounds the momentum differently, and runs keep their bits
+    implementation = choose_implementation([parameter for _, parameter in trainable])
+    if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in trainable):
+        # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
+        implementation = {"foreach": True}
     optimizer = _build(section, groups, learning_rate, implementation, cut)
-    shown = next((name for name, on in implementation.items() if on), "loop") if section.name in ("adamw", "sgd") else "own"
+    label = next((name for name, on in implementation.items() if on), "loop") if section.name in ("adamw", "sgd") else "own"
     logger.info(
         "optimizer %s (%s): %s",
         section.name,
-        shown,
+        label,
         ", ".join(
-            f"{len(group['params'])} tensors at decay {group['weight_decay']:g}{' by ' + group['rule'] if 'rule' in group else ''}"
+            f"{len(group['params'])} tensors with weight decay {group['weight_decay']:g}"
+            f"{' by ' + group['rule'] if 'rule' in group else ''}"
             for group in groups
         ),
     )
@@ -85,7 +89,7 @@ def _build(
         return AdamW(groups, lr=learning_rate, betas=betas, eps=section.eps, **implementation)
     if section.name == "sgd":
         return SGD(groups, lr=learning_rate, momentum=section.momentum_or_default, **implementation)
-    assert cut is not None, f"{section.name} needs to know how parameters are cut"
+    assert cut is not None, f"{section.name} needs the sharding of parameters"
     if section.name == "adafactor":
         return Adafactor(groups, cut, lr=learning_rate)
     if section.name == "adamw_8bit":
@@ -102,10 +106,10 @@ def _build(
 
 
 def choose_implementation(parameters: list[torch.nn.Parameter]) -> dict[str, bool]:
-    """The fastest form that torch has for all of the parameters' devices and dtypes: fused, else foreach, else a loop.
+    """Choose torch's fastest implementation for the parameters: fused, foreach, or a loop.
 
-    Fused updates run one kernel over all parameters and need no temporary copies; torch has them for floating-point
-    parameters on CPU and CUDA, and raises on others.
+    Fused updates run one kernel over all parameters and need no temporary copies; torch
+    supports them for floating-point parameters on CPU and CUDA and raises an error for others.
     """
     kinds = {parameter.device.type for parameter in parameters}
     if kinds and kinds <= {"cpu", "cuda"} and all(parameter.is_floating_point() for parameter in parameters):
@@ -116,7 +120,7 @@ def choose_implementation(parameters: list[torch.nn.Parameter]) -> dict[str, boo
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give every group this learning rate for the next step."""
+    """Set the learning rate of every group for the next step."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(learning_rate)

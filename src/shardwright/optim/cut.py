@@ -1,8 +1,9 @@
-"""Optimizers whose update of a matrix needs more than the elements that a rank holds: what they ask, and what they share.
+"""Base class and protocols of optimizers that need more of a matrix than its local shard.
 
-AdamW and SGD work element by element, so a shard is all they need. Muon needs whole matrices, Adafactor sums over whole rows and
-columns, 8-bit AdamW whole blocks of a row. Each gets it by the parameter's descriptor, so that its update under any layout is the
-one of a single process (docs/optimizers.md, docs/decisions/0041-optimizers.md).
+AdamW and SGD work element by element, so a shard suffices. Muon needs whole matrices, Adafactor
+sums over whole rows and columns, 8-bit AdamW whole blocks of a row. Each uses the parameter's
+descriptor, so that the update under any layout equals that of a single process
+(docs/optimizers.md, docs/decisions/0041-optimizers.md).
 """
 
 from __future__ import annotations
@@ -18,49 +19,55 @@ from torch.distributed.tensor import DTensor
 from shardwright.layout import Bounds, Held, ParameterLayout
 
 MatrixFunction = Callable[[Tensor], Tensor]
-"""[rows, columns] -> the same shape."""
+"""Function of one matrix [rows, columns] that returns the same shape."""
 
 
 class MatrixExchange(Protocol):
-    """Whole matrices out of what ranks hold, each on one of them, and each rank's part of what became of them."""
+    """Gather of whole matrices, each on one of its ranks, and scatter of the results."""
 
     def apply(self, function: MatrixFunction, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`function` of every whole matrix, each computed once per set of ranks that hold it together.
+        """Apply `function` to every whole matrix and return the local parts.
+
+        Each matrix is computed once per set of ranks that shard it.
 
         Args:
-            tensors: by parameter name, this rank's part of each (with no elements where it has none), all of one dtype. A stack of
-                matrices is as many matrices. Every rank names the same parameters of its stage.
+            tensors: this rank's part of each matrix by parameter name (empty where it has
+                none), all of one dtype. A stack counts as that many matrices. Every rank passes
+                the same parameters of its stage.
         """
         ...
 
 
 class ModelCut(Protocol):
-    """How the parameters of a model lie over ranks, as `parallel.ParallelModel` says it."""
+    """Sharding of a model's parameters over ranks; `parallel.ParallelModel` implements it."""
 
     layouts: dict[str, ParameterLayout]
 
     def held(self, name: str) -> tuple[Held, ...]:
-        """The boxes of a parameter that this rank holds."""
+        """Return the boxes of a parameter that this rank holds."""
         ...
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
-        """`tensor` summed in place over the ranks of mesh axes."""
+        """All-reduce `tensor` in place (sum) over mesh axes and return it."""
         ...
 
     def block_matrices(self) -> frozenset[str]:
-        """Trained parameters of the whole model's blocks that are matrices, or experts' stacks of them."""
+        """Return the trainable matrices, and experts' stacks of them, in the model's blocks."""
         ...
 
     def exchange(self, names: Collection[str]) -> MatrixExchange:
-        """The exchange of these parameters; every rank calls this with the same names of the whole model."""
+        """Build the exchange of these parameters.
+
+        Collective: every rank passes the same names of the whole model.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One tensor of an optimizer's state: of which parameter, and how it lies over ranks.
+    """One tensor of an optimizer's state, with its parameter and its sharding.
 
-    `shape` and `boxes` are None where it has the parameter's shape and is cut like it.
+    `shape` and `boxes` are None if it has the parameter's shape and sharding.
     """
 
     tensor: Tensor
@@ -70,15 +77,16 @@ class Moment:
 
 
 class CutOptimizer(torch.optim.Optimizer):
-    """An optimizer that knows its parameters by name and how they are cut.
+    """Optimizer that knows the names and the sharding of its parameters.
 
-    `moments` says what of a parameter's state is saved. States are made by `start`, before the first step or by it.
+    `moments` returns the tensors of a parameter's state that checkpoints save. `start` creates
+    the state, at the latest in the first step.
     """
 
     rule: str
-    """As a checkpoint calls it."""
+    """Name of the update rule in checkpoints."""
     exchanges = True
-    """Whether ranks tell each other something of every parameter in every step."""
+    """True if every step runs collectives for every parameter."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], cut: ModelCut) -> None:
         super().__init__(groups, defaults)
@@ -90,15 +98,15 @@ class CutOptimizer(torch.optim.Optimizer):
         }
 
     def start(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Give a parameter the state that its first step starts from; what exists stays."""
+        """Create the initial state of a parameter; existing state is kept."""
         raise NotImplementedError
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:
-        """The tensors of a parameter's state, by a name without dots."""
+        """Return the tensors of a parameter's state by name; names contain no dots."""
         raise NotImplementedError
 
     def walk(self, rule: str | None = None) -> Iterator[tuple[str, Tensor, Tensor, Tensor, dict[str, Any], dict[str, Any]]]:
-        """(name, parameter, its local part, its local gradient, state, group) of what takes a step."""
+        """Yield (name, parameter, local part, local gradient, state, group) to update."""
         for group in self.param_groups:
             if rule is not None and group["rule"] != rule:
                 continue
@@ -106,26 +114,28 @@ class CutOptimizer(torch.optim.Optimizer):
                 if parameter.grad is None:
                     if not self.exchanges:
                         continue
-                    parameter.grad = torch.zeros_like(parameter)  # a rank without one must enter what the others do
+                    # All ranks must enter the same collectives.
+                    parameter.grad = torch.zeros_like(parameter)
                 self.start(parameter, group)
-                local, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+                local = local_part(parameter.detach())
+                gradient = local_part(parameter.grad)
                 yield name, parameter, local, gradient, self.state[parameter], group
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; no copy."""
+    """Return this rank's part of a tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def narrow(tensor: Tensor, bounds: Bounds) -> Tensor:
-    """A view of a box of a tensor."""
+    """Return a view of a box of a tensor."""
     for dim, (start, length) in enumerate(bounds):
         tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
 def num_elements(shape: Sequence[int]) -> int:
-    """Elements of a tensor of this shape."""
+    """Return the number of elements of a tensor of this shape."""
     count = 1
     for size in shape:
         count *= size
@@ -133,6 +143,6 @@ def num_elements(shape: Sequence[int]) -> int:
 
 
 def count_step(state: dict[str, Any]) -> float:
-    """One more step of a parameter; its number, counted from 1."""
+    """Increment the step count of a parameter and return it (1 for the first step)."""
     state["step"] += 1
     return float(state["step"])

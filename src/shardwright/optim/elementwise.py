@@ -1,8 +1,10 @@
 """torch's AdamW and SGD on the local parts of sharded parameters.
 
-Both rules update each element by itself, so the update needs no communication and no sharding. On DTensors torch propagates the
-sharding of all parameters through each fused operator, which takes tenths of a second in the first step of a rank and a lookup
-over the whole list in each later step. The states stay DTensors, as checkpoints expect them. The results are the same bits.
+Both rules update each element independently, so the update needs neither communication nor
+sharding information. On DTensors torch propagates the sharding of all parameters through each
+fused operator, which takes tenths of a second in the first step of a rank and a lookup over the
+whole list in each later step. The states remain DTensors, as checkpoints expect. The results
+are bitwise identical.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from shardwright.optim.cut import local_part
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`."""
+    """`torch.optim.AdamW` that updates local tensors in place of DTensors."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call, unused-ignore]
@@ -28,7 +30,10 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """`torch.optim.SGD`. Momentum starts at zeros, which gives the first gradient after the first step, as torch has it."""
+    """`torch.optim.SGD` that updates local tensors.
+
+    Momentum starts at zero, so after the first step it equals the first gradient, as in torch.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override, unused-ignore]

@@ -1,10 +1,12 @@
-"""Muon: a matrix moves along its momentum made orthogonal; what is no matrix of a block moves by AdamW.
+"""Muon: orthogonalised momentum for matrices of blocks, AdamW for all other parameters.
 
-The momentum is cut like the parameter (it is made element by element); only to be made orthogonal do the pieces of a matrix come
-together, on one of the ranks that hold it, which sends each its piece of the result.
+The momentum is computed element by element and sharded like the parameter. Only for the
+orthogonalisation is a matrix gathered, on one of the ranks that shard it; that rank scatters
+the result.
 
-Source: Jordan et al. 2024, Muon (https://kellerjordan.github.io/posts/muon); Liu et al. 2025, Muon is Scalable for LLM Training
-(arXiv 2502.16982), section 2.2, for the scale. torch.optim.Muon is the same in one process, bit for bit.
+Source: Jordan et al. 2024, Muon (https://kellerjordan.github.io/posts/muon); Liu et al. 2025,
+Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2, for the scale. In one process
+the result equals torch.optim.Muon's bit for bit.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ from torch.optim.adamw import adamw
 from shardwright.optim.cut import CutOptimizer, ModelCut, Moment, local_part
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration that lifts small singular values fastest; they end between 0.5 and 1.5, not at 1 (Jordan et al.)."""
+"""Coefficients of the quintic iteration that raises small singular values fastest.
+
+Singular values end between 0.5 and 1.5, not at 1 (Jordan et al.).
+"""
 _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 
 
 def orthogonalise(matrix_MN: Tensor) -> Tensor:
-    """Newton-Schulz: U S V^T -> about U V^T, in the dtype given.
+    """Orthogonalise U S V^T to about U V^T by Newton-Schulz iterations in the matrix's dtype.
 
-    >>> bool((torch.linalg.svdvals(orthogonalise(torch.randn(6, 4, dtype=torch.float64))) - 1).abs().max() < 0.5)
+    >>> matrix = orthogonalise(torch.randn(6, 4, dtype=torch.float64))
+    >>> bool((torch.linalg.svdvals(matrix) - 1).abs().max() < 0.5)
     True
     """
     a, b, c = _COEFFICIENTS
@@ -42,15 +48,18 @@ def orthogonalise(matrix_MN: Tensor) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What matrices are made orthogonal in: bf16, as Muon's authors do, but fp64 for fp64 parameters."""
+    """Return the dtype of the orthogonalisation.
+
+    It is bf16, as Muon's authors use, but fp64 for fp64 parameters.
+    """
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 
 def update_scale(shape: tuple[int, ...]) -> float:
-    """Factor on the learning rate of a matrix: 0.2 x sqrt(its larger side).
+    """Return the factor on the learning rate of a matrix: 0.2 x sqrt(larger side).
 
-    An orthogonal update has root mean square 1 / sqrt(larger side); AdamW's is 0.2 to 0.4. So one learning rate and one decay,
-    those one would give AdamW, serve both.
+    An orthogonal update has root mean square 1 / sqrt(larger side), AdamW's 0.2 to 0.4. With
+    the factor, a learning rate and a weight decay that suit AdamW suit both.
 
     Source: Liu et al. 2025, section 2.2, equation 4.
     """
@@ -58,7 +67,10 @@ def update_scale(shape: tuple[int, ...]) -> float:
 
 
 class Muon(CutOptimizer):
-    """Muon for the groups with `rule` muon, AdamW for those with `rule` adamw; both decays are decoupled."""
+    """Muon for groups with `rule` muon, AdamW for groups with `rule` adamw.
+
+    Weight decay is decoupled in both.
+    """
 
     rule = "muon"
 
@@ -78,8 +90,8 @@ class Muon(CutOptimizer):
         self._fused = fused
 
     def start(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, wanted = self.state[parameter], self._moment_names(group)
-        for moment in wanted:
+        state = self.state[parameter]
+        for moment in self._moment_names(group):
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         if "step" not in state:
@@ -87,12 +99,13 @@ class Muon(CutOptimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
 
     def moments(self, parameter: Tensor) -> dict[str, Moment]:
-        state, name = self.state[parameter], self.name_of[parameter]
+        state = self.state[parameter]
+        name = self.name_of[parameter]
         return {key: Moment(tensor, name) for key, tensor in state.items() if key != "step"}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every parameter. Every rank calls this: it exchanges."""
+        """Update every parameter. Collective: every rank calls it."""
         assert closure is None
         self._step_matrices()
         for group in self.param_groups:
@@ -100,17 +113,19 @@ class Muon(CutOptimizer):
                 self._step_others(group)
 
     def _step_matrices(self) -> None:
-        moved, updates = [], {}
+        matrices = []
+        updates = {}
         for name, _, local, gradient, state, group in self.walk("muon"):
-            buffer, share = local_part(state["momentum"]), group["momentum"]
-            buffer.lerp_(gradient, 1 - share)
-            updates[name] = gradient.lerp(buffer, share).to(working_dtype(local.dtype))  # Nesterov's
+            buffer = local_part(state["momentum"])
+            momentum = group["momentum"]
+            buffer.lerp_(gradient, 1 - momentum)
+            updates[name] = gradient.lerp(buffer, momentum).to(working_dtype(local.dtype))  # Nesterov momentum
             state["step"] += 1
-            moved.append((name, local, group, tuple(self.cut.layouts[name].shape)))
-        made = self._exchange.apply(orthogonalise, updates)
-        for name, local, group, shape in moved:
+            matrices.append((name, local, group, tuple(self.cut.layouts[name].shape)))
+        orthogonal = self._exchange.apply(orthogonalise, updates)
+        for name, local, group, shape in matrices:
             local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(made[name], alpha=-group["lr"] * update_scale(shape))
+            local.add_(orthogonal[name], alpha=-group["lr"] * update_scale(shape))
 
     def _step_others(self, group: dict[str, Any]) -> None:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -1,6 +1,7 @@
-"""An optimizer's state by parameter name: tensors and JSON for a checkpoint, and back, bit for bit.
+"""Optimizer state by parameter name: tensors and JSON values for checkpoints, bit for bit.
 
-Nothing here goes by the order of groups or parameters, which depends on the layout and on what is frozen; names do not.
+Names identify parameters here, because the order of groups and parameters depends on the layout
+and on the frozen parameters.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that its first step would start from, without a step; what exists stays.
+    """Create the initial state of every parameter without a step; existing state is kept.
 
-    Moments are zeros, cut like the parameter. SGD starts its momentum at the first gradient, which is what zeros give.
+    Moments are zeros, sharded like the parameter. SGD's momentum starts at the first gradient,
+    which zeros give too.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -38,9 +40,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """Moments as `optimizer.<parameter name>.<moment>`, the very tensors (DTensors under FSDP) that the optimizer uses.
+    """Return the moments as `optimizer.<parameter name>.<moment>`.
 
-    Read them to save, write into them to load; they are created where no step has been taken. Frozen parameters have none.
+    They are the tensors that the optimizer uses (DTensors under FSDP). Saving reads them,
+    loading writes into them. They are created if no step has been taken. Frozen parameters have
+    none.
     """
     return {key: moment.tensor for key, moment in optimizer_moments(optimizer, named_parameters).items()}
 
@@ -48,10 +52,10 @@ def optimizer_tensors(
 def optimizer_moments(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, Moment]:
-    """The same by the same names, each with the parameter that it belongs to and how it lies over ranks."""
+    """Return the moments by the same names, each with its parameter and sharding."""
     create_state(optimizer)
     names = {parameter: name for name, parameter in named_parameters}
-    told: dict[str, Moment] = {}
+    result: dict[str, Moment] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, CutOptimizer):
@@ -59,46 +63,55 @@ def optimizer_moments(
             else:
                 state = optimizer.state[parameter]
                 moments = {key: Moment(state[key], names[parameter]) for key in _moment_names(optimizer)}
-            told |= {f"optimizer.{moment.parameter}.{key}": moment for key, moment in moments.items()}
-    return told
+            result |= {f"optimizer.{moment.parameter}.{key}": moment for key, moment in moments.items()}
+    return result
 
 
 def optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is not a tensor, as JSON: the rule, each parameter's count of steps, and its hyperparameters for the reader."""
+    """Return as JSON the rule, and per parameter its step count and hyperparameters.
+
+    The hyperparameters are for readers; they are not loaded.
+    """
     create_state(optimizer)
-    steps, hyperparameters = {}, {}
+    steps = {}
+    hyperparameters = {}
     for group in optimizer.param_groups:
-        shown = {key: _plain(group[key]) for key in _HYPERPARAMETERS if key in group}
+        group_values = {key: _plain(group[key]) for key in _HYPERPARAMETERS if key in group}
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             steps[name] = int(optimizer.state[parameter]["step"]) if _counts_steps(optimizer) else 0
-            hyperparameters[name] = shown
+            hyperparameters[name] = group_values
     return {"rule": _rule(optimizer), "steps": steps, "hyperparameters": hyperparameters}
 
 
 def load_optimizer_values(
     optimizer: torch.optim.Optimizer, values: dict[str, Any], *, trainable: Collection[str] | None = None
 ) -> None:
-    """Set the counts of steps from `optimizer_values`. Hyperparameters stay those of the recipe.
+    """Set the step counts from `optimizer_values`. Hyperparameters remain those of the recipe.
 
     Args:
-        values: of the whole model.
-        trainable: names of the whole model's trained parameters, where this optimizer has only some (a pipeline stage's).
+        values: values of the whole model.
+        trainable: names of the whole model's trainable parameters, if this optimizer has only
+            some (those of a pipeline stage).
 
     Raises:
-        CheckpointError: another rule, or other parameters than the ones being trained.
+        CheckpointError: the rule or the set of trainable parameters differs.
     """
     if values["rule"] != _rule(optimizer):
         raise CheckpointError(
-            "the checkpoint is another optimizer's", field="optimizer.name", got=_rule(optimizer), allowed=str(values["rule"])
+            "the checkpoint was saved with another optimizer",
+            field="optimizer.name",
+            got=_rule(optimizer),
+            allowed=str(values["rule"]),
         )
     create_state(optimizer)
     steps = dict(values["steps"])
-    here = {name for group in optimizer.param_groups for name in group["param_names"]}
-    wanted = here if trainable is None else set(trainable)
-    if wanted != steps.keys():
+    local_names = {name for group in optimizer.param_groups for name in group["param_names"]}
+    expected = local_names if trainable is None else set(trainable)
+    if expected != steps.keys():
         raise CheckpointError(
-            "the checkpoint's optimizer trained other parameters; "
-            f"absent from it: {_some(wanted - steps.keys())}; absent here: {_some(steps.keys() - wanted)}",
+            "the checkpoint's optimizer trained different parameters; "
+            f"missing in the checkpoint: {_some(expected - steps.keys())}; "
+            f"missing here: {_some(steps.keys() - expected)}",
             field="checkpoint",
             remedy="Freeze the same parameters as the run that saved it",
         )

@@ -1,4 +1,4 @@
-"""Horizontal bars as SVG text, stacked part by part: a row for each thing that is compared."""
+"""Stacked horizontal bar charts as SVG text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from shardwright.report.plot import NUM_COLOURS, shorten
 from shardwright.report.scale import find_ticks, write_ticks
 from shardwright.report.shell import WIDTHS
 
-_ROW, _BAR, _LEGEND, _LABEL = 24, 16, 18, 18
-_CHARACTER_PIXELS, _MARK_PIXELS = 7.0, 8.0
-"""Of a plain letter, and of a bold one."""
+_ROW = 24
+_BAR = 16
+_LEGEND = 18
+_LABEL = 18
+_CHARACTER_PIXELS = 7.0
+"""Average width of a regular letter."""
+_MARK_PIXELS = 8.0
+"""Average width of a bold letter."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One row: parts are (name, value); a negative value is none. `mark` stands at its end, in words."""
+    """One row; negative parts are not drawn, and `mark` is a text after the bar."""
 
     label: str
     parts: tuple[tuple[str, float], ...]
@@ -25,74 +30,85 @@ class Bar:
 
     @property
     def total(self) -> float:
-        """Sum of the parts."""
+        """Sum of the positive parts."""
         return sum(value for _, value in self.parts if value > 0)
 
 
 def draw_bars(
     bars: Sequence[Bar], *, unit: str, write: Callable[[float], str], tones: dict[str, str] | None = None, description: str = ""
 ) -> dict[str, str]:
-    """The bars at every width of the page, by its name. `write` writes a value for the tooltip; `tones` are the page's colours by
-    part, as `c0` or `quiet`."""
+    """Draw the bars at every width of `WIDTHS`.
+
+    `write` formats a value for its tooltip; `tones` maps parts to the page's colours, such as
+    `c0` or `quiet`.
+    """
     names = list(dict.fromkeys(name for bar in bars for name, _ in bar.parts))
-    chosen = {name: f"c{index % (NUM_COLOURS + 1)}" for index, name in enumerate(names)} | (tones or {})
-    return {key: _draw(bars, width, unit, write, chosen, description) for key, (width, _) in WIDTHS.items()}
+    colours = {name: f"c{index % (NUM_COLOURS + 1)}" for index, name in enumerate(names)} | (tones or {})
+    return {key: _draw(bars, width, unit, write, colours, description) for key, (width, _) in WIDTHS.items()}
 
 
 def _draw(
     bars: Sequence[Bar], width: int, unit: str, write: Callable[[float], str], tones: dict[str, str], description: str
 ) -> str:
     left = 12 + _CHARACTER_PIXELS * max((len(bar.label) for bar in bars), default=0)
-    above = left > 0.4 * width  # long names in a narrow picture: on a line of their own
-    left = 0.0 if above else left
+    is_above = left > 0.4 * width  # long labels in a narrow picture stand on a separate line
+    left = 0.0 if is_above else left
     right = width - 10 - _MARK_PIXELS * max((len(bar.mark) for bar in bars), default=0)
     highest = max((bar.total for bar in bars), default=0.0) or 1.0
     scale = (right - left) / highest
     names = [name for name in tones if any(name == part and value > 0 for bar in bars for part, value in bar.parts)]
     out, y = _legend(names, tones, width)
     for bar in bars:
-        room = width if above else left - 8
-        out.append(f'<text x="0" y="{y + 13}">{escape(shorten(bar.label, int(room / _CHARACTER_PIXELS)))}</text>')
-        y += _LABEL if above else 0
+        label_width = width if is_above else left - 8
+        label = escape(shorten(bar.label, int(label_width / _CHARACTER_PIXELS)))
+        out.append(f'<text x="0" y="{y + 13}">{label}</text>')
+        y += _LABEL if is_above else 0
         x = left
         for name, value in bar.parts:
             if value > 0:
-                wide = value * scale
-                place = f'x="{x:.1f}" y="{y}" width="{max(0.5, wide - 0.6):.1f}" height="{_BAR}"'
+                bar_width = value * scale
+                place = (
+                    f'x="{x:.1f}" y="{y}" '
+                    f'width="{max(0.5, bar_width - 0.6):.1f}" height="{_BAR}"'
+                )
                 title = escape(f"{bar.label} {name}: {write(value)}".strip())
                 out.append(f'<rect style="{_fill(tones[name])}" {place}><title>{title}</title></rect>')
-                x += wide
+                x += bar_width
         if bar.mark:
             out.append(f'<text class="name" x="{x + 5:.1f}" y="{y + 13}">{escape(bar.mark)}</text>')
         y += _ROW
     ticks = find_ticks(0.0, highest, max(2, int((right - left) / 70)))
-    for tick, written in zip(ticks, write_ticks(ticks), strict=True):
-        at = left + tick * scale
-        anchor = "start" if at < 4 else "middle"
-        out.append(
-            f'<path class="grid" d="M{at:.1f} {y}v4"/><text x="{at:.1f}" y="{y + 17}" text-anchor="{anchor}">{written}</text>'
-        )
+    for tick, text in zip(ticks, write_ticks(ticks), strict=True):
+        x = left + tick * scale
+        anchor = "start" if x < 4 else "middle"
+        out.append(f'<path class="grid" d="M{x:.1f} {y}v4"/>')
+        out.append(f'<text x="{x:.1f}" y="{y + 17}" text-anchor="{anchor}">{text}</text>')
     out.append(f'<text x="{width - 4}" y="{y + 31}" text-anchor="end">{escape(unit)}</text>')
     label = escape(description, quote=True)
-    return f'<svg class="plot" viewBox="0 0 {width} {y + 36}" role="img" aria-label="{label}">{"".join(out)}</svg>'
+    return (
+        f'<svg class="plot" viewBox="0 0 {width} {y + 36}" '
+        f'role="img" aria-label="{label}">{"".join(out)}</svg>'
+    )
 
 
 def _fill(tone: str) -> str:
-    """The style of a bar; the palest tone, for what is empty, has an edge."""
+    """Return the style of a bar; the palest colour, used for empty parts, gets an outline."""
     return f"fill:var(--{tone})" + (";stroke:var(--quiet);stroke-width:.6" if tone == "grid" else "")
 
 
 def _legend(names: Sequence[str], tones: dict[str, str], width: int) -> tuple[list[str], int]:
-    """Names in their colours, in as many rows as they take; and where the bars begin."""
+    """Draw the names of the parts in their colours; return them and the y of the first bar."""
     if len(names) < 2:
         return [], 4
     out: list[str] = []
-    x, y = 0.0, 12
+    x = 0.0
+    y = 12
     for name in names:
         pixels = 14 + _CHARACTER_PIXELS * len(name)
         if x and x + pixels > width:
             x, y = 0.0, y + _LEGEND
-        out.append(f'<rect style="{_fill(tones[name])}" x="{x:.0f}" y="{y - 9}" width="9" height="9" rx="2"/>')
+        out.append(f'<rect style="{_fill(tones[name])}" x="{x:.0f}" '
+        f'y="{y - 9}" width="9" height="9" rx="2"/>')
         out.append(f'<text x="{x + 13:.0f}" y="{y}">{escape(name)}</text>')
         x += pixels + 10
     return out, y + 12

@@ -1,4 +1,4 @@
-// Asks every two seconds whether the run has said more, and puts the new page in the place of the old one.
+// Polls the server every two seconds and replaces the page when the run has new events.
 const open = (root) => new Set([...root.querySelectorAll("details[open]")].map((d) => `${d.closest("section")?.id}/${d.querySelector("summary").textContent}`));
 
 async function refresh(state) {

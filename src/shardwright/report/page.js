@@ -1,5 +1,5 @@
 "use strict";
-// Reads a chart's values under the pointer, a finger or the arrow keys. The charts themselves are plain SVG and need no script.
+// Shows a chart's values at the pointer, at a touch or by the arrow keys. The charts are plain SVG and work without this script.
 const NS = "http://www.w3.org/2000/svg";
 
 function nearest(xs, x) {

@@ -1,4 +1,4 @@
-"""The report: one HTML page that needs nothing but itself. No network, no library; it reads without its script, too."""
+"""Report of runs as one self-contained HTML page, readable without its script."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ from shardwright.telemetry.sinks import describe
 from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
 
 _UNFOLDED = 40
-"""Warnings that a page lists above its pictures at most."""
+"""Largest number of folded warnings listed above the charts."""
 
 
 def render_page(runs: Sequence[Run], *, live_version: str | None = None) -> str:
-    """The page of one run, or of several laid over each other. With a version it is live: see `shell.render_shell`."""
+    """Render the page of one run, or of several in the same charts.
+
+    With a version it is live: see `shell.render_shell`.
+    """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
     summaries = [summarise(run) for run in runs]
     body = [
@@ -56,25 +59,25 @@ def render_page(runs: Sequence[Run], *, live_version: str | None = None) -> str:
 
 
 def build_panels(run: Run, index: int, *, alone: bool) -> list[Panel]:
-    """The cards of one run that are no curves, in reading order."""
+    """Build the panels of one run other than line charts, in reading order."""
 
-    def title(words: str) -> str:
-        return words if alone else f"{words}: {run.name}"
+    def build_title(text: str) -> str:
+        return text if alone else f"{text}: {run.name}"
 
     panels = [
-        panel_of_ranks(run, f"ranks-{index}", title("Ranks")),
-        panel_of_memory(run, f"memory-parts-{index}", title("Memory by part")),
-        panel_of_experts(run, f"experts-{index}", title("Expert load")),
-        panel_of_goodput(run, f"goodput-{index}", title("Where the time went")),
-        *panels_of_pipeline(run, f"pipeline-{index}", title("Pipeline")),
-        panel_of_samples(run, f"samples-{index}", title("Samples")),
+        panel_of_ranks(run, f"ranks-{index}", build_title("Ranks")),
+        panel_of_memory(run, f"memory-parts-{index}", build_title("Memory by part")),
+        panel_of_experts(run, f"experts-{index}", build_title("Expert load")),
+        panel_of_goodput(run, f"goodput-{index}", build_title("Goodput")),
+        *panels_of_pipeline(run, f"pipeline-{index}", build_title("Pipeline")),
+        panel_of_samples(run, f"samples-{index}", build_title("Samples")),
     ]
     return [panel for panel in panels if panel is not None]
 
 
 def _head_of_one(run: Run, summary: dict[str, Any]) -> str:
     start = run.start
-    lead = "no start was recorded"
+    lead = "no run_started event was recorded"
     if start is not None:
         lead = (
             f"{format_count(start.num_parameters)} parameters · layout {start.layout} · "
@@ -84,23 +87,24 @@ def _head_of_one(run: Run, summary: dict[str, Any]) -> str:
     if folder != run.name:
         lead = f"{folder} · {lead}"
     status = summary["status"]
-    if status == RUNNING and run.log.events:  # which of the two, the reader's own clock tells
-        heard = datetime.fromtimestamp(run.log.events[-1].time, UTC)
-        lead += f" · last heard of at {heard:%Y-%m-%d %H:%M:%S} UTC"
+    if status == RUNNING and run.log.events:  # the age of the last event lets the reader decide between the two
+        last = datetime.fromtimestamp(run.log.events[-1].time, UTC)
+        lead += f" · last event at {last:%Y-%m-%d %H:%M:%S} UTC"
     return (
-        f'<h1>{escape(run.name)}<span class="status {escape(status.split()[0])}">{escape(status)}</span></h1>'
+        f'<h1>{escape(run.name)}<span class="status '
+        f'{escape(status.split()[0])}">{escape(status)}</span></h1>'
         f'<p class="lead quiet">{escape(lead)}</p>' + render_facts(_facts(summary))
     )
 
 
 def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The numbers that people ask for first; those that are not known are left out."""
+    """Return the main numbers as (name, value), without unknown ones."""
     total = summary["total_steps"]
     best_at = (
         f"best validation loss, step {summary['best_validation_step']:,}" if summary["best_validation_step"] is not None else ""
     )
     peak = max(summary["peak_memory_bytes"], default=None)
-    found: list[tuple[str, str | None]] = [
+    facts: list[tuple[str, str | None]] = [
         (best_at, _loss(summary["best_validation_loss"])),
         ("training loss", _loss(summary["training_loss"])),
         (f"of {total:,} steps" if total else "steps", f"{summary['steps']:,}"),
@@ -109,18 +113,19 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("MFU", _maybe(summary["mfu"], lambda share: f"{share:.1%}")),
         ("peak memory of a rank", _maybe(peak, format_bytes)),
         ("wall time", format_seconds(summary["wall_seconds"]) if summary["wall_seconds"] else None),
-        ("left at this pace", _left_to_do(summary)),
-        ("of that time useful", f"{summary['useful_share']:.0%}" if summary["useful_share"] else None),
+        ("remaining at this speed", _left_to_do(summary)),
+        ("goodput", f"{summary['useful_share']:.0%}" if summary["useful_share"] else None),
     ]
-    return [(name, value) for name, value in found if value is not None]
+    return [(name, value) for name, value in facts if value is not None]
 
 
 def _left_to_do(summary: dict[str, Any]) -> str | None:
-    """How long the steps that are missing take, of a run that may still be going on."""
-    total, pace = summary["total_steps"], summary["step_seconds"]
-    if summary["status"] != RUNNING or not total or not pace or summary["steps"] >= total:
+    """Format the time for the remaining steps of a run that may still be running."""
+    total = summary["total_steps"]
+    step_seconds = summary["step_seconds"]
+    if summary["status"] != RUNNING or not total or not step_seconds or summary["steps"] >= total:
         return None
-    return format_seconds((total - summary["steps"]) * pace)
+    return format_seconds((total - summary["steps"]) * step_seconds)
 
 
 def _maybe(value: float | None, write: Any) -> str | None:
@@ -133,67 +138,85 @@ def _loss(value: float | None) -> str | None:
 
 def _head_of_many(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) -> str:
     columns = (
-        "run", "status", "layout", "steps", "training loss", "best validation", "tokens/s", "MFU", "peak memory", "time",
+        "run", "status", "layout", "steps", "training loss", "best validation", "tokens/s",
+        "MFU", "peak memory", "time",
     )  # fmt: skip
     rows = []
     for index, (run, s) in enumerate(zip(runs, summaries, strict=True)):
         cells = (
-            s["status"], s["layout"] or "", f"{s['steps']:,}",
-            _loss(s["training_loss"]) or "", _loss(s["best_validation_loss"]) or "",
-            _maybe(s["tokens_per_second"], format_count) or "", _maybe(s["mfu"], lambda share: f"{share:.1%}") or "",
-            _maybe(max(s["peak_memory_bytes"], default=None), format_bytes) or "", format_seconds(s["total_seconds"]),
+            s["status"], s["layout"] or "", f"{s['steps']:,}", _loss(s["training_loss"]) or "",
+            _loss(s["best_validation_loss"]) or "",
+            _maybe(s["tokens_per_second"], format_count) or "",
+            _maybe(s["mfu"], lambda share: f"{share:.1%}") or "",
+            _maybe(max(s["peak_memory_bytes"], default=None), format_bytes) or "",
+            format_seconds(s["total_seconds"]),
         )  # fmt: skip
         chip = f'<i style="background:var(--c{index % NUM_COLOURS})"></i>'
-        told = "".join(f"<td{_left(column)}>{escape(cell)}</td>" for column, cell in zip(columns[1:], cells, strict=True))
-        rows.append(f"<tr><td{_left('run')}>{chip}{escape(run.name)}</td>{told}</tr>")
+        rest = "".join(f"<td{_left(column)}>{escape(cell)}</td>" for column, cell in zip(columns[1:], cells, strict=True))
+        rows.append(f"<tr><td{_left('run')}>{chip}{escape(run.name)}</td>{rest}</tr>")
     head = "".join(f'<th scope="col"{_left(column)}>{escape(column)}</th>' for column in columns)
     return (
-        f'<h1>{len(runs)} runs</h1><p class="lead quiet">Laid over each other; a colour is a run.</p>'
-        f'<div class="card"><div class="scroll plot-colours"><table class="runs"><thead><tr>{head}</tr></thead>'
+        f'<h1>{len(runs)} runs</h1><p class="lead quiet">All '
+        'runs share the charts, with one colour per run.</p>'
+        '<div class="card"><div class="scroll plot-colours"><table '
+        f'class="runs"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></div>"
     )
 
 
 def _left(column: str) -> str:
-    """Words stand to the left, numbers to the right."""
+    """Return the class of left-aligned columns, which contain text."""
     return ' class="text"' if column in ("run", "status", "layout") else ""
 
 
 def _notices(run: Run, *, name_it: bool) -> str:
-    """What went wrong or was left out, where nobody overlooks it; of many warnings the first two, and the others unfold."""
+    """Render failures, skipped steps, read problems and warnings.
+
+    Of more than three warnings, all but two are folded.
+    """
     name = f"{run.name}: " if name_it else ""
     lines = [("notice bad", describe(event)) for event in run.log.of(Failed)]
     skipped = sum(isinstance(event, SkippedStep) for event in run.survivors)
     if skipped:
-        lines.append(("notice", f"{skipped:,} step{'s were' if skipped > 1 else ' was'} skipped: the gradient was not finite"))
+        lines.append(("notice", (
+            f"{skipped:,} step{'s were' if skipped > 1 else ' was'} "
+            "skipped: the gradient was not finite"
+        )))
     lines += [("notice", problem) for problem in run.log.problems]
     if not run.log.events and not run.log.missing:
-        lines.append(("notice", "the event file holds no event that can be read yet"))
+        lines.append(("notice", "the event file has no readable events yet"))
     warnings = list(dict.fromkeys(describe(event) for event in run.log.of(Warned)))
-    shown = 2 if len(warnings) > 3 else len(warnings)
-    lines += [("notice", line) for line in warnings[:shown]]
-    told = [f'<p class="{kind}">{escape(name + line)}</p>' for kind, line in lines]
-    if more := warnings[shown:]:
-        unfolded = "".join(f'<p class="notice">{escape(name + line)}</p>' for line in more[:_UNFOLDED])
+    num_shown = 2 if len(warnings) > 3 else len(warnings)
+    lines += [("notice", line) for line in warnings[:num_shown]]
+    paragraphs = [f'<p class="{kind}">{escape(name + line)}</p>' for kind, line in lines]
+    if more := warnings[num_shown:]:
+        folded = "".join(f'<p class="notice">{escape(name + line)}</p>' for line in more[:_UNFOLDED])
         rest = (
-            f'<p class="notice">and {len(more) - _UNFOLDED} others: see the timeline\'s table</p>' if len(more) > _UNFOLDED else ""
+            (
+                f'<p class="notice">and {len(more) - _UNFOLDED} '
+                'others: see the table of the timeline</p>'
+            )
+            if len(more) > _UNFOLDED
+            else ""
         )
         summary = f"{escape(name)}{len(more)} more warnings"
-        told.append(f'<details class="notices"><summary>{summary}</summary>{unfolded}{rest}</details>')
-    return "".join(told)
+        paragraphs.append(f'<details class="notices"><summary>{summary}</summary>{folded}{rest}</details>')
+    return "".join(paragraphs)
 
 
 def _render_chart(chart: Chart) -> str:
     sizes = WIDTHS if chart.wide else {name: size for name, size in WIDTHS.items() if name != "large"}
     pictures = []
     for name, (width, height) in sizes.items():
-        crowded = name == "narrow" or (name == "medium" and len(chart.readable) > 8)
+        is_crowded = name == "narrow" or (name == "medium" and len(chart.readable) > 8)
         frame = replace(
-            chart.frame, width=width, height=height, labels="legend" if crowded else "direct", key=f"{chart.key}-{name}",
+            chart.frame, width=width, height=height,
+            labels="legend" if is_crowded else "direct", key=f"{chart.key}-{name}",
             description=_describe_chart(chart),
         )  # fmt: skip
         pictures.append(svg_curves(chart.series, frame).replace('class="plot"', f'class="plot {name}"', 1))
-    # The page's charts may be dozens of pixels apart in what a pointer can tell: what it reads is thinned, rounded.
+    # A pointer resolves far fewer points than the data has: its values are thinned out and
+    # rounded.
     hover = {
         "x": chart.frame.x_label,
         "series": [
@@ -208,9 +231,10 @@ def _render_chart(chart: Chart) -> str:
             for t in (thin_for_hover(s),)
         ],
     }
-    wide = " wide" if chart.wide else ""
+    wide_class = " wide" if chart.wide else ""
     return (
-        f'<section class="card{wide}" id="{chart.key}"><h2>{escape(chart.title)}</h2><p>{escape(chart.note)}</p>'
+        f'<section class="card{wide_class}" '
+        f'id="{chart.key}"><h2>{escape(chart.title)}</h2><p>{escape(chart.note)}</p>'
         f'<div class="figure" data-chart="{chart.key}-data">{"".join(pictures)}</div>'
         f'<script type="application/json" id="{chart.key}-data">{_script_json(hover)}</script>'
         f"{render_table(chart.table)}</section>"
@@ -218,7 +242,7 @@ def _render_chart(chart: Chart) -> str:
 
 
 def _describe_chart(chart: Chart) -> str:
-    """What a screen reader says: the title, and where each curve ends."""
+    """Describe title, axes, first and last values of a chart for screen readers."""
     ends = []
     for series in chart.readable[:8]:
         finite = [value for value in series.y.tolist() if math.isfinite(value)]
@@ -232,12 +256,12 @@ def _short(values: Any) -> list[float]:
 
 
 def _gap(x: Any) -> float:
-    """Half the widest gap between points: how far from a point the pointer may be and still read it."""
+    """Return half the widest gap between points: the reach of the pointer."""
     return float((x[1:] - x[:-1]).max() / 2) if len(x) > 1 else 0.0
 
 
 def _script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Encode JSON for a script element, which it cannot close."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -250,11 +274,13 @@ def _render_history(run: Run, *, name_it: bool) -> str:
     )
     rows = list_history(run)
     shown = rows if len(rows) <= 400 else rows[:200] + rows[-200:]
-    note = f"The first and last 200 of {len(rows):,} lines." if len(rows) > 400 else ""
-    table = render_cells(("after", "kind", "what"), shown, "words")
+    note = f"The first and last 200 of {len(rows):,} events." if len(rows) > 400 else ""
+    table = render_cells(("after", "kind", "event"), shown, "words")
     return (
-        f'<section class="card history"><h2>{escape(title)}</h2><div class="figure">{strips}</div>'
-        f'<details><summary>Table</summary><p class="quiet">{note}</p>{table}</details></section>'
+        f'<section class="card history"><h2>{escape(title)}</h2><div '
+        f'class="figure">{strips}</div>'
+        '<details><summary>Table</summary><p '
+        f'class="quiet">{note}</p>{table}</details></section>'
     )
 
 

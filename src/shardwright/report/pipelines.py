@@ -1,4 +1,4 @@
-"""The pipeline as it ran, beside what its schedule promises when nothing is waited for but other stages."""
+"""Panels of a pipeline step, measured and simulated with free communication."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ from shardwright.telemetry.events import PipelineRan
 
 
 def panels_of_pipeline(run: Run, key: str, title: str) -> list[Panel]:
-    """The last step that was drawn, as it ran and as it would run with the same mean times per stage and free messages."""
+    """Build the panels of the last recorded step, measured and simulated."""
     events = [event for event in run.survivors if isinstance(event, PipelineRan)]
     if not events:
         return []
     event = events[-1]
     try:
-        ran = _timeline_of(event)
-        ideal = simulate(ran.schedule, _mean_times(ran))
-    except (ScheduleError, ValueError, KeyError):  # a file that somebody has changed; all else of the page is still true
+        measured = _timeline_of(event)
+        ideal = simulate(measured.schedule, _mean_times(measured))
+    except (ScheduleError, ValueError, KeyError):  # an edited event file; the rest of the page is still valid
         return []
-    factor, unit = (1000.0, "milliseconds") if ran.step_seconds < 1 else (1.0, "seconds")
-    until = factor * max(ran.step_seconds, ideal.step_seconds)
-    ran_note = (
-        f"Step {event.step:,}, {ran.schedule}. Ranks computed {ran.utilisation:.1%} of it, waited {ran.bubble:.1%} of what they "
-        f"computed. Clocks agree within {1e6 * event.clock_error_seconds:.0f} µs."
+    factor, unit = (1000.0, "milliseconds") if measured.step_seconds < 1 else (1.0, "seconds")
+    until = factor * max(measured.step_seconds, ideal.step_seconds)
+    measured_note = (
+        f"Step {event.step:,}, {measured.schedule}. Ranks "
+        f"computed {measured.utilisation:.1%} of the time. "
+        f"Bubble: {measured.bubble:.1%} of the compute time. Clocks "
+        f"agree within {1e6 * event.clock_error_seconds:.0f} µs."
     )
     ideal_note = (
-        "The same actions at their mean time by stage and kind, messages for nothing: what the schedule itself leaves empty. "
-        f"It waits {ideal.bubble:.1%} of what it computes, and takes {ideal.step_seconds / ran.step_seconds:.0%} of the time."
+        "Simulation with mean times by stage and kind of action, and free communication: "
+        "the idle time of the schedule itself. Bubble: "
+        f"{ideal.bubble:.1%} of the compute time. "
+        f"Step time: {ideal.step_seconds / measured.step_seconds:.0%} of the measured."
     )
     panels = []
-    for name, timeline, words, note in (("ran", ran, "as it ran", ran_note), ("ideal", ideal, "by its schedule", ideal_note)):
+    for name, timeline, label, note in (("ran", measured, "measured", measured_note), ("ideal", ideal, "simulated", ideal_note)):
         scaled = _scale(timeline, factor)
         pictures = {size: draw_inline(scaled, width, until=until, unit=unit) for size, (width, _) in WIDTHS.items()}
         table = _table_of(timeline, event.ranks)
-        panels.append(Panel(f"{key}-{name}", f"{title}, {words}", note, pictures, table, wide=True))
+        panels.append(Panel(f"{key}-{name}", f"{title}, {label}", note, pictures, table, wide=True))
     return panels
 
 
@@ -50,19 +54,19 @@ def _timeline_of(event: PipelineRan) -> Timeline:
     if [len(row) for row in schedule.rows] != [len(row) for row in event.begins] or any(
         len(begins) != len(ends) for begins, ends in zip(event.begins, event.ends, strict=True)
     ):
-        raise ValueError("every action has a beginning and an end")
+        raise ValueError("every action needs a begin and an end")
     first = min(row[0] for row in event.begins)
     begins, ends = (tuple(tuple(instant - first for instant in row) for row in rows) for rows in (event.begins, event.ends))
     return Timeline(schedule, begins, ends)
 
 
 def _mean_times(ran: Timeline) -> Mapping[Action, float]:
-    """Each action's time, the mean over the micro-batches of its stage and kind."""
-    of_kind: dict[tuple[str, int], list[float]] = {}
+    """Return each action's mean seconds over the micro-batches of its stage and kind."""
+    times_by_kind: dict[tuple[str, int], list[float]] = {}
     for row, begins, ends in zip(ran.schedule.rows, ran.starts, ran.ends, strict=True):
         for action, begin, end in zip(row, begins, ends, strict=True):
-            of_kind.setdefault((action.kind, action.stage), []).append(end - begin)
-    means = {kind: mean(times) for kind, times in of_kind.items()}
+            times_by_kind.setdefault((action.kind, action.stage), []).append(end - begin)
+    means = {kind: mean(times) for kind, times in times_by_kind.items()}
     return {action: means[action.kind, action.stage] for row in ran.schedule.rows for action in row}
 
 
@@ -74,8 +78,8 @@ def _scale(timeline: Timeline, factor: float) -> Timeline:
 def _table_of(timeline: Timeline, ranks: tuple[int, ...]) -> Table:
     step = timeline.step_seconds
     rows = []
-    for place, busy in enumerate(timeline.busy_seconds):
-        rank = str(ranks[place]) if place < len(ranks) else ""
-        stages = " ".join(map(str, timeline.schedule.stages_of(place)))
+    for position, busy in enumerate(timeline.busy_seconds):
+        rank = str(ranks[position]) if position < len(ranks) else ""
+        stages = " ".join(map(str, timeline.schedule.stages_of(position)))
         rows.append((rank, stages, f"{1000 * busy:.3f}", f"{1000 * (step - busy):.3f}", f"{busy / step:.1%}"))
-    return Table(("rank", "stages", "computes, ms", "waits, ms", "share"), tuple(rows))
+    return Table(("rank", "stages", "compute, ms", "idle, ms", "utilisation"), tuple(rows))

@@ -1,4 +1,4 @@
-"""Pages before a run: what `plan` and `schedule` say, as the run's own page says what happened."""
+"""Pages of `plan` and `schedule`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardwright.schedule.svg import draw_inline
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
 
 _TIME_TONES = {
-    "compute": "c0", "tensor": "c1", "context": "c3", "expert": "c5", "pipeline": "c4", "data": "c2", "bubble": "c6",
-    "optimizer": "quiet", "reference": "ink", "overhead": "grid",
+    "compute": "c0", "tensor": "c1", "context": "c3", "expert": "c5", "pipeline": "c4",
+    "data": "c2", "bubble": "c6", "optimizer": "quiet", "reference": "ink", "overhead": "grid",
 }  # fmt: skip
 
 
 def render_plan(name: str, cluster: Cluster, found: Answer) -> str:
-    """The page of a plan: layouts by predicted speed, their memory and time by part, and why the others lose."""
+    """Render the page of a plan: predicted throughput, memory, time, and rejections."""
     chosen = found.chosen
     facts = []
     if chosen is not None:
@@ -31,18 +31,21 @@ def render_plan(name: str, cluster: Cluster, found: Answer) -> str:
             ("tokens per second", format_count(chosen.tokens_per_second)),
             ("per device", format_count(chosen.tokens_per_second_per_gpu)),
             ("model FLOPs utilisation", f"{chosen.model_flops_utilisation:.1%}"),
-            ("a step", format_seconds(chosen.time.step)),
+            ("per step", format_seconds(chosen.time.step)),
             ("memory of the fullest rank", format_bytes(chosen.memory.total)),
         ]
-    lead = f"{cluster.num_gpus} x {cluster.accelerator.name}. Predicted; nothing was run. Rates: {cluster.rates}."
+    lead = (
+        f"{cluster.num_gpus} x {cluster.accelerator.name}. "
+        f"Predicted, not measured. Rates: {cluster.rates}."
+    )
     panels = [panel for panel in (_layouts(found.layouts), _memory(found.layouts), _time(found.layouts), _growth(found)) if panel]
     if found.rejections:
-        rows = tuple((r.name, r.reason, r.change or "nothing that is known") for r in found.rejections)
-        table = Table(("layout", "why not", "what would make it fit"), rows, words=True)
-        panels.append(Panel("rejected", "Turned down", "Layouts that people ask for first.", {}, table, wide=True, open_table=True))
+        rows = tuple((r.name, r.reason, r.change or "no known change") for r in found.rejections)
+        table = Table(("layout", "reason", "change that would make it fit"), rows, words=True)
+        panels.append(Panel("rejected", "Rejected", "Layouts that users often try first.", {}, table, wide=True, open_table=True))
     if found.sentences:
-        reasons = Table(("why",), tuple((sentence,) for sentence in found.sentences), words=True)
-        panels.append(Panel("why", "Why", "", {}, reasons, wide=True, open_table=True))
+        reasons = Table(("reason",), tuple((sentence,) for sentence in found.sentences), words=True)
+        panels.append(Panel("why", "Reasons", "", {}, reasons, wide=True, open_table=True))
     if chosen is not None and chosen.warning is not None:
         lead += f" The chosen layout {chosen.warning}."
     if chosen is None:
@@ -55,11 +58,15 @@ def _layouts(layouts: Sequence[Prediction]) -> Panel | None:
         return None
     rows = tuple(
         (
-            p.candidate.describe(), format_count(p.tokens_per_second), f"{p.model_flops_utilisation:.1%}",
-            format_seconds(p.time.step), format_bytes(p.memory.total), "tight" if p.is_tight else "yes" if p.fits else "no",
+            p.candidate.describe(),
+            format_count(p.tokens_per_second),
+            f"{p.model_flops_utilisation:.1%}",
+            format_seconds(p.time.step),
+            format_bytes(p.memory.total),
+            "tight" if p.is_tight else "yes" if p.fits else "no",
         )
         for p in layouts
-    )  # fmt: skip
+    )
     bars = [Bar(p.candidate.describe(), (("tokens per second", p.tokens_per_second),)) for p in layouts]
     pictures = draw_bars(bars, unit="tokens per second, all devices", write=format_count, description="Layouts by throughput")
     table = Table(("layout", "tokens/s", "MFU", "step", "memory", "fits"), rows)
@@ -84,47 +91,50 @@ def _memory(layouts: Sequence[Prediction]) -> Panel | None:
 def _time(layouts: Sequence[Prediction]) -> Panel | None:
     if not layouts:
         return None
-    long = max(p.time.step for p in layouts) >= 2.0
-    unit, scale = ("seconds a step", 1) if long else ("ms a step", 1000)
+    is_long = max(p.time.step for p in layouts) >= 2.0
+    unit, scale = ("seconds per step", 1) if is_long else ("ms per step", 1000)
     bars = [Bar(p.candidate.describe(), tuple((name, scale * getattr(p.time, name)) for name in _TIME_TONES)) for p in layouts]
     pictures = draw_bars(
         bars, unit=unit, write=lambda value: format_seconds(value / scale), tones=_TIME_TONES, description="Time by part"
     )
     rows = tuple((p.candidate.describe(), *(format_seconds(getattr(p.time, name)) for name in _TIME_TONES)) for p in layouts)
-    note = "Traffic is what nothing hides."
-    return Panel("time", "Time of a step by part", note, pictures, Table(("layout", *_TIME_TONES), rows))
+    note = "Communication counts only where it is not overlapped with computation."
+    return Panel("time", "Step time by part", note, pictures, Table(("layout", *_TIME_TONES), rows))
 
 
 def _growth(found: Answer) -> Panel | None:
-    told = [(point, point.prediction) for point in found.points if point.prediction is not None]
-    if not told:
+    predicted = [(point, point.prediction) for point in found.points if point.prediction is not None]
+    if not predicted:
         return None
-    bars = [Bar(f"{point.num_gpus:,} devices", (("tokens per second", p.tokens_per_second),)) for point, p in told]
+    bars = [Bar(f"{point.num_gpus:,} devices", (("tokens per second", p.tokens_per_second),)) for point, p in predicted]
     pictures = draw_bars(bars, unit="tokens per second", write=format_count, description="Throughput by number of devices")
     rows = tuple(
         (f"{point.num_gpus:,}", p.candidate.describe(), format_count(p.tokens_per_second), f"{point.efficiency or 0:.0%}")
-        for point, p in told
+        for point, p in predicted
     )
     table = Table(("devices", "layout", "tokens/s", "efficiency"), rows)
-    return Panel("growth", "With more devices", "", pictures, table, wide=True)
+    return Panel("growth", "Scaling", "", pictures, table, wide=True)
 
 
 def render_schedule(schedule: Schedule, proof: Proof, timeline: Timeline) -> str:
-    """The page of a schedule: its picture, and what each rank does and keeps."""
+    """Render the page of a schedule: picture, utilisation and peak activations by rank."""
     pictures = {name: draw_inline(timeline, width) for name, (width, _) in WIDTHS.items()}
     step = timeline.step_seconds
     rows = tuple(
         (str(rank), " ".join(map(str, schedule.stages_of(rank))), f"{busy:g}", f"{step - busy:g}", f"{busy / step:.1%}", str(peak))
         for rank, (busy, peak) in enumerate(zip(timeline.busy_seconds, proof.peak_activations, strict=True))
     )
-    columns = ("rank", "stages", "computes", "waits", "share", "activations at most")
-    note = "A row per rank, a bar per action with the number of its micro-batch; times are units."
+    columns = ("rank", "stages", "compute", "idle", "utilisation", "peak activations")
+    note = (
+        "One row per rank, one bar per action with the "
+        "number of its micro-batch; times are in units."
+    )
     facts = [
-        ("of all time computes", f"{timeline.utilisation:.1%}"),
-        ("waiting over computing", f"{timeline.bubble:.1%}"),
+        ("utilisation", f"{timeline.utilisation:.1%}"),
+        ("bubble (idle / compute)", f"{timeline.bubble:.1%}"),
         ("units of time", f"{step:g}"),
         ("messages", f"{proof.num_transfers:,}"),
     ]
-    panel = Panel("schedule", "The schedule", note, pictures, Table(columns, rows), wide=True)
-    lead = "Complete, in order, free of deadlock." + (f" {warning}" if (warning := schedule.warning()) else "")
+    panel = Panel("schedule", "Schedule", note, pictures, Table(columns, rows), wide=True)
+    lead = "Complete, correctly ordered, without deadlock." + (f" {warning}" if (warning := schedule.warning()) else "")
     return render_page_of(str(schedule), lead, [panel], facts=facts)

@@ -1,7 +1,7 @@
-"""Line charts as SVG text, made by hand: no library, no script, themed by CSS variables for light and dark.
+"""Line charts as SVG text, without library or script; CSS variables give light and dark themes.
 
-`svg_curves` draws one chart. On the report page it is inline and takes the page's style; `standalone=True` makes a file that
-brings its own, for a README.
+`svg_curves` draws one chart. Inline charts use the page's style; `standalone=True` includes the
+style, for a README.
 """
 
 from __future__ import annotations
@@ -19,52 +19,57 @@ from shardwright.report.thin import Floats, thin
 
 NUM_COLOURS = 6
 GREY = -1
-"""A colour beside the palette, for what is left over."""
+"""Colour outside the palette, for the remainder."""
 
 STYLE = """
 :root{--c0:#1f5fbf;--c1:#b3500a;--c2:#0f766e;--c3:#7c3aab;--c4:#b42348;--c5:#5c6800;--c6:#6b7480;
 --ink:#1b1f24;--quiet:#57606a;--grid:#e3e6ea;--paper:#ffffff}
 .plot{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-@media (prefers-color-scheme:dark){:root{--c0:#79b0ff;--c1:#ffab6b;--c2:#5ccfbb;--c3:#cda2ff;--c4:#ff8fa6;--c5:#c8d35a;--c6:#98a1ad;
+@media (prefers-color-scheme:dark){
+:root{--c0:#79b0ff;--c1:#ffab6b;--c2:#5ccfbb;--c3:#cda2ff;--c4:#ff8fa6;--c5:#c8d35a;
+--c6:#98a1ad;
 --ink:#e6e9ee;--quiet:#9aa4b2;--grid:#2b313a;--paper:#14171c}}
 .plot text{fill:var(--quiet)}.plot .name{fill:var(--ink);font-weight:600}
 .plot .grid{stroke:var(--grid);stroke-width:1}.plot .rule{stroke:var(--quiet);stroke-dasharray:3 3}
-.plot .mark{stroke:var(--quiet);stroke-dasharray:1 3}.plot path{fill:none;stroke-linejoin:round;stroke-linecap:round}
-.plot .line{stroke-width:1.8}.plot .faint{stroke-width:1;opacity:.28}.plot .dashed{stroke-width:1.8;stroke-dasharray:5 4}
+.plot .mark{stroke:var(--quiet);stroke-dasharray:1 3}
+.plot path{fill:none;stroke-linejoin:round;stroke-linecap:round}
+.plot .line{stroke-width:1.8}.plot .faint{stroke-width:1;opacity:.28}
+.plot .dashed{stroke-width:1.8;stroke-dasharray:5 4}
 .plot .area{stroke:none;opacity:.8}.plot .dot{stroke:var(--paper);stroke-width:1}
 """ + "".join(
-    f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}.plot text.f{i}{{fill:var(--c{i});font-weight:600}}"
+    f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}.plot "
+    f"text.f{i}{{fill:var(--c{i});font-weight:600}}"
     for i in range(NUM_COLOURS + 1)
 )
 
 _MARGIN = 12
-"""Pixels left, right and below a standalone chart; a page has its own."""
+"""Margin in pixels left, right and below a standalone chart; pages have their own margins."""
 
 _CHARACTER_PIXELS = 7.4
-"""Average advance of a semibold 12 px system font; labels are laid out with it."""
+"""Average advance of a semibold 12 px system font, for the layout of labels."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `colour` counts into the palette and goes round."""
+    """One curve. `colour` is an index into the palette, modulo its size."""
 
     name: str
     x: Floats
     y: Floats
     colour: int = 0
     style: Literal["line", "faint", "dashed", "dots", "area"] = "line"
-    """`faint` is for what stands behind (raw values); `dots` joins points by a dashed line; an `area` stands on the one before."""
+    """`faint` is for raw values, `dots` have a dashed line, each `area` is stacked on the last."""
     labelled: bool = True
 
     @property
     def tone(self) -> int:
-        """Palette entry."""
+        """Index of the colour in the palette."""
         return NUM_COLOURS if self.colour == GREY else self.colour % NUM_COLOURS
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What a chart is drawn into."""
+    """Size, axes, reference lines and labels of a chart."""
 
     width: int = 720
     height: int = 320
@@ -73,22 +78,22 @@ class Frame:
     y_log: bool = False
     y_from_zero: bool = False
     y_range: tuple[float, float] | None = None
-    """Default: all of it. Values outside are clipped; say so in words beside the chart."""
+    """Default: range of the data. The chart's note should mention clipped values."""
     rules: tuple[tuple[float, str], ...] = ()
     """Horizontal reference lines: value, label."""
     marks: tuple[tuple[float, str], ...] = ()
     """Vertical lines: x, label."""
     labels: Literal["direct", "legend"] = "direct"
-    """Names at the ends of the curves, or in rows above them where it is narrow."""
+    """Names at the ends of the curves, or in rows above a narrow chart."""
     key: str = "plot"
-    """Unique on a page: names the clip path."""
+    """Unique key on a page, for the clip path."""
     description: str = ""
-    """What a screen reader says."""
+    """Text for screen readers."""
 
 
 @dataclass
 class _Canvas:
-    """Pixels and scales of one drawing."""
+    """Pixel bounds, scales and SVG parts of one drawing."""
 
     frame: Frame
     left: float
@@ -99,7 +104,7 @@ class _Canvas:
     y: Scale
     legend_top: float
     legend_rows: list[list[str]]
-    """Names above the frame; empty where they stand at the curves' ends."""
+    """Names above the chart; empty if they are at the ends of the curves."""
     parts: list[str] = field(default_factory=list)
 
 
@@ -110,13 +115,13 @@ def svg_curves(
     title: str = "",
     standalone: bool = False,
 ) -> str:
-    """The chart as SVG text.
+    """Draw a chart as SVG text.
 
     Args:
         series: curves in drawing order; areas are stacked in that order.
         frame: size, axes, reference lines.
-        title: drawn above a standalone chart; an inline one has the page's heading.
-        standalone: a file of its own, with style, background and namespace.
+        title: title above a standalone chart; an inline chart has a heading on its page.
+        standalone: make a complete file with style, background and namespace.
     """
     if standalone:
         frame = replace(frame, width=frame.width - 2 * _MARGIN, height=frame.height - _MARGIN)
@@ -126,7 +131,8 @@ def svg_curves(
     _draw_marks(canvas)
     canvas.parts.append(
         f'<clipPath id="{frame.key}-clip"><rect x="{canvas.left:.0f}" y="{canvas.top - 2:.0f}" '
-        f'width="{canvas.right - canvas.left + 4:.0f}" height="{canvas.bottom - canvas.top + 3:.0f}"/></clipPath>'
+        f'width="{canvas.right - canvas.left + 4:.0f}" '
+        f'height="{canvas.bottom - canvas.top + 3:.0f}"/></clipPath>'
         f'<g clip-path="url(#{frame.key}-clip)">'
     )
     below: Series | None = None
@@ -137,7 +143,8 @@ def svg_curves(
     _draw_names(canvas, drawn)
     if not drawn:
         canvas.parts.append(
-            f'<text x="{(canvas.left + canvas.right) / 2:.0f}" y="{frame.height / 2:.0f}" text-anchor="middle">no data</text>'
+            f'<text x="{(canvas.left + canvas.right) / 2:.0f}" '
+            f'y="{frame.height / 2:.0f}" text-anchor="middle">no data</text>'
         )
     return _wrap(canvas, title, standalone)
 
@@ -145,17 +152,22 @@ def svg_curves(
 def _wrap(canvas: _Canvas, title: str, standalone: bool) -> str:
     frame = canvas.frame
     description = escape(frame.description or title or frame.y_label, quote=True)
-    # What the page's script needs to turn a pointer's place into an x.
+    # The page's script uses this to convert a pointer position to an x value.
     geometry = (canvas.x.low, canvas.x.high, canvas.left, canvas.right, canvas.top, canvas.bottom)
     margin = _MARGIN if standalone else 0
-    width, height = frame.width + 2 * margin, frame.height + margin
+    width = frame.width + 2 * margin
+    height = frame.height + margin
     head = (
-        f'<svg class="plot" viewBox="{-margin} 0 {width} {height}" role="img" aria-label="{description}" '
+        f'<svg class="plot" viewBox="{-margin} 0 {width} '
+        f'{height}" role="img" aria-label="{description}" '
         f'data-x="{" ".join(f"{value:.10g}" for value in geometry)}"'
     )
     if not standalone:
         return f"{head}>{''.join(canvas.parts)}</svg>"
-    background = f'<rect x="{-margin}" width="{width}" height="{height}" rx="8" style="fill:var(--paper)"/>'
+    background = (
+        f'<rect x="{-margin}" width="{width}" '
+        f'height="{height}" rx="8" style="fill:var(--paper)"/>'
+    )
     heading = f'<text class="name" x="4" y="26" style="font-size:15px">{escape(title)}</text>' if title else ""
     return (
         f'{head} xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
@@ -164,7 +176,7 @@ def _wrap(canvas: _Canvas, title: str, standalone: bool) -> str:
 
 
 def _stack(series: Sequence[Series]) -> list[Series]:
-    """Areas become the running sum of the areas before them."""
+    """Replace the values of areas by running sums over the areas."""
     stacked: list[Series] = []
     total: Floats | None = None
     for item in series:
@@ -178,7 +190,8 @@ def _stack(series: Sequence[Series]) -> list[Series]:
 def _lay_out(drawn: list[Series], frame: Frame, title: str) -> _Canvas:
     xs = np.concatenate([s.x[np.isfinite(s.y)] for s in drawn]) if drawn else np.array([0.0, 1.0])
     ys = np.concatenate([s.y[np.isfinite(s.y)] for s in drawn]) if drawn else np.array([0.0, 1.0])
-    x_low, x_high = float(xs.min()), float(xs.max())
+    x_low = float(xs.min())
+    x_high = float(xs.max())
     if x_high <= x_low:
         x_low, x_high = x_low - 0.5, x_high + 0.5
     if frame.y_range is not None:
@@ -191,41 +204,45 @@ def _lay_out(drawn: list[Series], frame: Frame, title: str) -> _Canvas:
             values.append(float(positive.min()) if len(positive) else 1.0)
         low, high = pad_range(min(values), max(values), log=frame.y_log)
         if frame.y_from_zero or any(s.style == "area" for s in drawn):
-            # With some air: a level line at the very top would be taken for a frame.
+            # Some space above: a constant line at the very top would look like a border.
             low, high = 0.0, max(high, 1.04 * max(values), 1e-12)
     names = [s.name for s in drawn if s.labelled]
-    direct = frame.labels == "direct" and bool(names)
-    right = frame.width - (min(0.28 * frame.width, 14 + _CHARACTER_PIXELS * max(map(len, names))) if direct else 12)
+    is_direct = frame.labels == "direct" and bool(names)
+    right = frame.width - (min(0.28 * frame.width, 14 + _CHARACTER_PIXELS * max(map(len, names))) if is_direct else 12)
     legend_top = 36.0 if title else 0.0
-    rows = [] if direct else _legend_rows(names, frame.width - 8)
-    # Many names take room of their own, and none from the curves.
+    rows = [] if is_direct else _legend_rows(names, frame.width - 8)
+    # Many names make the picture taller, so that the curves keep their height.
     frame = replace(frame, height=frame.height + 18 * max(0, len(rows) - 2))
     top = legend_top + 18 * len(rows) + 28
     bottom = frame.height - 34.0
     ticks = write_ticks(find_ticks(low, high, 5, log=frame.y_log))
     left = 16 + _CHARACTER_PIXELS * max((len(tick) for tick in ticks), default=1)
-    x_scale, y_scale = Scale(x_low, x_high, left, right), Scale(low, high, bottom, top, frame.y_log)
+    x_scale = Scale(x_low, x_high, left, right)
+    y_scale = Scale(low, high, bottom, top, frame.y_log)
     return _Canvas(frame, left, right, top, bottom, x_scale, y_scale, legend_top, rows)
 
 
 def _draw_axes(canvas: _Canvas) -> None:
-    frame, out = canvas.frame, canvas.parts
+    frame = canvas.frame
+    out = canvas.parts
     y_ticks = find_ticks(canvas.y.low, canvas.y.high, 5 if frame.height >= 200 else 3, log=frame.y_log)
-    for tick, written in zip(y_ticks, write_ticks(y_ticks), strict=True):
+    for tick, text in zip(y_ticks, write_ticks(y_ticks), strict=True):
         y = canvas.y(tick)
         out.append(f'<path class="grid" d="M{canvas.left:.1f} {y:.1f}H{canvas.right:.1f}"/>')
-        out.append(f'<text x="{canvas.left - 7:.1f}" y="{y + 4:.1f}" text-anchor="end">{written}</text>')
+        out.append(f'<text x="{canvas.left - 7:.1f}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     count = max(2, min(8, int((canvas.right - canvas.left) / 64)))
     x_ticks = find_ticks(canvas.x.low, canvas.x.high, count)
-    for tick, written in zip(x_ticks, write_ticks(x_ticks), strict=True):
+    for tick, text in zip(x_ticks, write_ticks(x_ticks), strict=True):
         x = canvas.x(tick)
         out.append(f'<path class="grid" d="M{x:.1f} {canvas.bottom:.1f}v4"/>')
-        half = _CHARACTER_PIXELS * len(written) / 2
-        x = min(x, frame.width - 2 - half)  # the last one stays on the page
-        out.append(f'<text x="{x:.1f}" y="{canvas.bottom + 17:.1f}" text-anchor="middle">{written}</text>')
+        half = _CHARACTER_PIXELS * len(text) / 2
+        x = min(x, frame.width - 2 - half)  # keep the last one inside the picture
+        out.append(f'<text x="{x:.1f}" y="{canvas.bottom + 17:.1f}" text-anchor="middle">{text}</text>')
     scale_note = ", log scale" if frame.y_log else ""
-    out.append(f'<text x="4" y="{canvas.top - 12:.0f}">{escape(frame.y_label)}{scale_note}</text>')
-    out.append(f'<text x="{canvas.right:.1f}" y="{canvas.bottom + 31:.1f}" text-anchor="end">{escape(frame.x_label)}</text>')
+    out.append('<text x="4" '
+    f'y="{canvas.top - 12:.0f}">{escape(frame.y_label)}{scale_note}</text>')
+    out.append(f'<text x="{canvas.right:.1f}" y="{canvas.bottom + 31:.1f}" '
+    f'text-anchor="end">{escape(frame.x_label)}</text>')
 
 
 def _draw_marks(canvas: _Canvas) -> None:
@@ -233,13 +250,15 @@ def _draw_marks(canvas: _Canvas) -> None:
         y = canvas.y(value)
         if canvas.top <= y <= canvas.bottom:
             canvas.parts.append(f'<path class="rule" d="M{canvas.left:.1f} {y:.1f}H{canvas.right:.1f}"/>')
-            canvas.parts.append(f'<text x="{canvas.right - 4:.1f}" y="{y - 5:.1f}" text-anchor="end">{escape(label)}</text>')
+            canvas.parts.append(f'<text x="{canvas.right - 4:.1f}" y="{y - 5:.1f}" '
+            f'text-anchor="end">{escape(label)}</text>')
     for value, label in canvas.frame.marks:
         x = canvas.x(value)
         if canvas.left <= x <= canvas.right:
             anchor, shift = ("end", -4) if x > (canvas.left + canvas.right) / 2 else ("start", 4)
             canvas.parts.append(f'<path class="mark" d="M{x:.1f} {canvas.top:.1f}V{canvas.bottom:.1f}"/>')
-            canvas.parts.append(f'<text x="{x + shift:.1f}" y="{canvas.top + 9:.1f}" text-anchor="{anchor}">{escape(label)}</text>')
+            canvas.parts.append(f'<text x="{x + shift:.1f}" y="{canvas.top + 9:.1f}" '
+            f'text-anchor="{anchor}">{escape(label)}</text>')
 
 
 def _draw_series(canvas: _Canvas, item: Series, below: Series | None) -> str:
@@ -247,7 +266,10 @@ def _draw_series(canvas: _Canvas, item: Series, below: Series | None) -> str:
     if item.style == "area":
         points = list(_points(canvas, item.x, item.y))
         base = list(_points(canvas, below.x, below.y)) if below is not None else [(x, canvas.bottom) for x, _ in points]
-        return f'<path class="area f{item.tone}" style="fill:var(--c{item.tone})" d="{_path(points + base[::-1])}Z"/>'
+        return (
+            f'<path class="area f{item.tone}" style="fill:var(--c{item.tone})" '
+            f'd="{_path(points + base[::-1])}Z"/>'
+        )
     x, y = thin(item.x, item.y, buckets)
     points = _points(canvas, x, y)
     if item.style == "dots":
@@ -256,19 +278,20 @@ def _draw_series(canvas: _Canvas, item: Series, below: Series | None) -> str:
             for px, py in points[:: max(1, len(points) // 60)]
         )
         return f'<path class="dashed s{item.tone}" d="{_path(points)}"/>{dots}'
-    # A second round of the palette is told apart by its dashes.
+    # When the palette repeats, dashes distinguish the curves.
     style = "dashed" if item.style == "line" and item.colour >= NUM_COLOURS else item.style
     return f'<path class="{style} s{item.tone}" d="{_path(points)}"/>'
 
 
 def _points(canvas: _Canvas, x: Floats, y: Floats) -> list[tuple[float, float]]:
-    # Far outside the frame is as good as just outside, and keeps numbers short.
-    low, high = canvas.top - 500, canvas.bottom + 500
+    # Limiting points far outside the chart keeps the numbers short.
+    low = canvas.top - 500
+    high = canvas.bottom + 500
     return [(canvas.x(a), min(high, max(low, canvas.y(b)))) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
 
 
 def _path(points: list[tuple[float, float]]) -> str:
-    """Relative moves in tenths of a pixel: half the bytes of absolute ones."""
+    """Format a path with relative moves in tenths of a pixel, half as long as absolute ones."""
     if not points:
         return ""
     tenths = [(round(x * 10), round(y * 10)) for x, y in points]
@@ -278,33 +301,38 @@ def _path(points: list[tuple[float, float]]) -> str:
 
 
 def _draw_names(canvas: _Canvas, drawn: list[Series]) -> None:
-    named = [s for s in drawn if s.labelled]
+    labelled = [s for s in drawn if s.labelled]
     if canvas.legend_rows:
-        tones = {s.name: s.tone for s in named}
+        tones = {s.name: s.tone for s in labelled}
         for row, names in enumerate(canvas.legend_rows):
-            x, y = 4.0, canvas.legend_top + 13 + 18 * row
+            x = 4.0
+            y = canvas.legend_top + 13 + 18 * row
             for name in names:
-                canvas.parts.append(f'<text class="f{tones[name]}" x="{x:.0f}" y="{y:.0f}">{escape(shorten(name, 40))}</text>')
+                canvas.parts.append(f'<text class="f{tones[name]}" x="{x:.0f}" '
+                f'y="{y:.0f}">{escape(shorten(name, 40))}</text>')
                 x += _legend_pixels(name)
         return
-    wanted = []
-    before: float = canvas.bottom
-    for item in named:
+    positions = []
+    below: float = canvas.bottom
+    for item in labelled:
         finite = np.flatnonzero(np.isfinite(item.y))
         y = min(canvas.bottom, max(canvas.top, canvas.y(float(item.y[finite[-1]]))))
-        if item.style == "area":  # its name stands in the middle of its own band
-            y, before = (y + before) / 2, y
-        wanted.append((y, item))
-    wanted.sort(key=lambda pair: pair[0])
-    told = shorten_apart([item.name for item in named], int((canvas.frame.width - canvas.right - 8) / _CHARACTER_PIXELS))
-    for y, item in zip(_push_apart([y for y, _ in wanted], 15, canvas.top, canvas.bottom), (i for _, i in wanted), strict=True):
+        if item.style == "area":  # its name is in the middle of its band
+            y, below = (y + below) / 2, y
+        positions.append((y, item))
+    positions.sort(key=lambda pair: pair[0])
+    max_characters = int((canvas.frame.width - canvas.right - 8) / _CHARACTER_PIXELS)
+    short_names = shorten_apart([item.name for item in labelled], max_characters)
+    label_ys = _push_apart([y for y, _ in positions], 15, canvas.top, canvas.bottom)
+    for y, (_, item) in zip(label_ys, positions, strict=True):
         canvas.parts.append(
-            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" y="{y + 4:.1f}">{escape(told[item.name])}</text>'
+            f'<text class="f{item.tone}" x="{canvas.right + 8:.1f}" '
+            f'y="{y + 4:.1f}">{escape(short_names[item.name])}</text>'
         )
 
 
 def _push_apart(positions: list[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Rising positions, moved as little as keeps them `gap` apart and inside.
+    """Move ascending positions as little as possible so that they are `gap` apart and inside.
 
     >>> _push_apart([10.0, 11.0, 50.0], 15, 0, 100)
     [10.0, 25.0, 50.0]
@@ -337,22 +365,23 @@ def _legend_pixels(name: str) -> float:
 
 
 def shorten_apart(names: Sequence[str], length: int) -> dict[str, str]:
-    """Each name in at most so many characters; of long ones that begin alike, what they begin with goes first.
+    """Shorten names to `length` characters, without a common prefix if they would be equal.
 
     >>> shorten_apart(["sweep-rate-1e-4-long", "sweep-rate-3e-4-long"], 12)
     {'sweep-rate-1e-4-long': '…1e-4-long', 'sweep-rate-3e-4-long': '…3e-4-long'}
     """
-    told = {name: shorten(name, length) for name in names}
-    if len(set(told.values())) == len(told):
-        return told
-    first, last = min(told), max(told)  # what these two begin with, all do
-    alike = first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
-    begin = max(alike.rfind(separator) for separator in "-_/. ") + 1
-    return {name: shorten("…" + name[begin:] if begin else name, length) for name in told}
+    shortened = {name: shorten(name, length) for name in names}
+    if len(set(shortened.values())) == len(shortened):
+        return shortened
+    first = min(shortened)
+    last = max(shortened)  # a common prefix of first and last is common to all
+    prefix = first[: next((index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+    begin = max(prefix.rfind(separator) for separator in "-_/. ") + 1
+    return {name: shorten("…" + name[begin:] if begin else name, length) for name in shortened}
 
 
 def shorten(name: str, length: int) -> str:
-    """At most so many characters.
+    """Shorten a name to at most `length` characters.
 
     >>> shorten("abcdef", 4)
     'abc…'

@@ -1,4 +1,4 @@
-"""A run as the report and `compare` see it: its surviving curve as arrays, its history, and the numbers that sum it up."""
+"""Recorded runs: curves without withdrawn steps, history and summary numbers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from shardwright.telemetry.meter import PARTS
 
 PREDICTION_NAME = "prediction.json"
 RUNNING = "running or killed"
-"""The status of a run whose file just ends."""
+"""Status of a run whose events end without a result."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read."""
+    """Contents of one run folder."""
 
     path: Path
     name: str
@@ -53,57 +53,57 @@ class Run:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """The surviving curve, by rising step."""
+        """Steps that were not withdrawn, in ascending order."""
         return sorted((e for e in self.survivors if isinstance(e, Step)), key=lambda e: e.step or 0)
 
     @cached_property
     def evaluations(self) -> list[Evaluation]:
-        """Surviving, by rising step."""
+        """Evaluations that were not withdrawn, in ascending order of steps."""
         return sorted((e for e in self.survivors if isinstance(e, Evaluation)), key=lambda e: e.step or 0)
 
     @cached_property
     def history(self) -> list[Event]:
-        """All that was no step and no measurement of one, in file order, withdrawn or not."""
+        """All events but steps and measurements, withdrawn ones included, in file order."""
         return [event for event in self.log if not isinstance(event, (Step, *MEASUREMENTS))]
 
     @cached_property
     def start(self) -> RunStarted | None:
-        """The last start; None for a file without one."""
+        """Last `run_started` event; None if there is none."""
         starts = self.log.of(RunStarted)
         return starts[-1] if starts else None
 
     @cached_property
     def step_numbers(self) -> Floats:
-        """x of the curves."""
+        """Step numbers, the x values of the curves."""
         return np.array([step.step for step in self.steps], dtype=np.float64)
 
     @cached_property
     def tokens_seen(self) -> Floats:
-        """Since step 0, after each step: the batch is the same size at every step, so a missing start costs nothing."""
+        """Tokens since step 0 after each step, computed from the constant batch size."""
         return np.array([step.tokens * (step.step or 0) for step in self.steps], dtype=np.float64)
 
     def curve(self, value: Callable[[Step], float | None]) -> Floats:
-        """A field over the surviving steps; NaN where it is absent."""
+        """Return a field of all steps; NaN where it is missing."""
         return np.array([math.nan if (v := value(step)) is None else v for step in self.steps], dtype=np.float64)
 
     @cached_property
     def loss(self) -> Floats:
-        """Training loss as measured."""
+        """Training loss of each step, not smoothed."""
         return self.curve(lambda step: step.loss)
 
     @property
     def smoothing(self) -> int:
-        """Half width, in steps, of the mean that smooths the curves of this run: a hundredth of its length."""
+        """Half width, in steps, of the smoothing window: a hundredth of the run's length."""
         return max(1, len(self.steps) // 100) if len(self.steps) > 20 else 0
 
     @cached_property
     def smooth_loss(self) -> Floats:
-        """Training loss, centred mean."""
+        """Training loss, smoothed by a centred mean."""
         return smooth(self.loss, self.smoothing)
 
     @cached_property
     def memory(self) -> Floats:
-        """Bytes, [steps, ranks]; ranks that a step does not tell are NaN."""
+        """Memory in bytes, shape [steps, ranks]; NaN for ranks that a step does not record."""
         ranks = max((len(step.memory_bytes) for step in self.steps), default=0)
         table = np.full((len(self.steps), ranks), np.nan)
         for row, step in enumerate(self.steps):
@@ -112,26 +112,26 @@ class Run:
 
     @cached_property
     def goodput(self) -> Goodput:
-        """Useful against total time."""
+        """Useful, lost and total time of the run."""
         return measure_goodput(self.log)
 
     @cached_property
     def ranks(self) -> list[Ranks]:
-        """Steps of which every rank told, that survive."""
+        """Events with times of every rank, without withdrawn ones."""
         return [event for event in self.survivors if isinstance(event, Ranks)]
 
     @cached_property
     def prediction(self) -> dict[str, Any]:
-        """What the planner said of this plan (`prediction.json`); empty where it said nothing that can be read."""
+        """The planner's prediction (`prediction.json`); empty if missing or unreadable."""
         try:
-            told = json.loads(read_text(self.path / PREDICTION_NAME))
+            content = json.loads(read_text(self.path / PREDICTION_NAME))
         except (OSError, ValueError, RecursionError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     @property
     def status(self) -> str:
-        """`completed`, `preempted`, `failed`, `not begun` without an event, or `RUNNING` when the file just ends."""
+        """`completed`, `preempted`, `failed`, `not begun` (no events) or `RUNNING`."""
         if not self.log.events:
             return "not begun"
         for event in reversed(self.log.events):
@@ -150,40 +150,44 @@ def load_run(path: str | os.PathLike[str], *, as_far_as_it_goes: bool = False) -
     """Read a run folder.
 
     Args:
-        as_far_as_it_goes: to show what there is, see `read_events`.
+        as_far_as_it_goes: accept incomplete or damaged event files, see `read_events`.
 
     Raises:
-        InputError: there are no events, or none that make a curve.
+        InputError: there are no events, or none is readable.
     """
     log = read_events(path, as_far_as_it_goes=as_far_as_it_goes)
     if not log.events and not as_far_as_it_goes:
-        raise InputError("the event file holds no event that can be read", field="run", got=str(log.path))
+        raise InputError("the event file has no readable events", field="run", got=str(log.path))
     starts = log.of(RunStarted)
     name = starts[-1].name if starts else log.path.resolve().parent.name
     return Run(log.path.parent, name, log, tuple(surviving(log)))
 
 
 def load_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """Read run folders to show them, as far as they go; runs of the same name are told apart by their folders.
+    """Read run folders, incomplete ones too; runs of the same name are named by their folders.
 
     Raises:
-        InputError: there is no such folder.
+        InputError: a folder does not exist.
     """
     runs = [load_run(path, as_far_as_it_goes=True) for path in paths]
     names = [run.name for run in runs]
-    told = []
+    renamed = []
     for run in runs:
         folder = run.path.resolve().name
         name = run.name if names.count(run.name) == 1 else folder if folder != run.name else str(run.path)
-        told.append(Run(run.path, name, run.log, run.survivors))
-    if len({run.name for run in told}) < len(told):
-        told = [Run(run.path, str(run.path), run.log, run.survivors) for run in told]
-    return told
+        renamed.append(Run(run.path, name, run.log, run.survivors))
+    if len({run.name for run in renamed}) < len(renamed):
+        renamed = [Run(run.path, str(run.path), run.log, run.survivors) for run in renamed]
+    return renamed
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The numbers of a run as JSON holds them; what is not known is null. Medians leave the first step out: it compiles."""
-    start, log = run.start, run.log
+    """Summarise a run as JSON; unknown values are null.
+
+    Medians exclude the first step, which includes compilation.
+    """
+    start = run.start
+    log = run.log
     later = run.steps[1:] or run.steps
     best = min(run.evaluations, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf, default=None)
     withdrawn = len({id(e) for e in log if isinstance(e, Step)} - {id(e) for e in run.steps})
@@ -231,5 +235,5 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _number(value: float | None) -> float | None:
-    """JSON has no NaN."""
+    """Convert a number for JSON, which has no NaN."""
     return float(value) if value is not None and math.isfinite(value) else None

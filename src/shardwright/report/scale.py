@@ -1,4 +1,4 @@
-"""Axes: nice ticks, positions in pixels, and how tick values are written."""
+"""Axes of charts: pixel positions, round tick values and their text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps a range of values to a range of pixels, linearly or by logarithm."""
+    """Linear or logarithmic map from a range of values to a range of pixels."""
 
     low: float
     high: float
     start: float
-    """Pixel of `low`."""
+    """Pixel position of the value `low`."""
     end: float
-    """Pixel of `high`."""
+    """Pixel position of the value `high`."""
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value; values outside the range fall outside the pixels."""
+        """Return the pixel position of a value, which may be outside the range."""
         if self.log:
             share = math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
         else:
@@ -29,7 +29,7 @@ class Scale:
 
 
 def pad_range(low: float, high: float, *, log: bool = False, share: float = 0.04) -> tuple[float, float]:
-    """A range with some air around it; a range of one value becomes one with width.
+    """Extend a range by a margin; a range of one value gets a width.
 
     >>> pad_range(2.0, 2.0)
     (1.9, 2.1)
@@ -39,14 +39,14 @@ def pad_range(low: float, high: float, *, log: bool = False, share: float = 0.04
         high = max(high, low)
         factor = (high / low) ** share if high > low else 1.5
         return low / factor, high * factor
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value, but for rounding
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value up to rounding
         half = abs(low) * 0.05 or 0.5
         return low - half, low + half
     return low - share * (high - low), high + share * (high - low)
 
 
 def find_ticks(low: float, high: float, count: int, *, log: bool = False) -> list[float]:
-    """About `count` round values inside the range.
+    """Return about `count` round values inside the range.
 
     >>> find_ticks(0, 1000, 5), find_ticks(1e-4, 1e-2, 3, log=True)
     ([0.0, 200.0, 400.0, 600.0, 800.0, 1000.0], [0.0001, 0.001, 0.01])
@@ -65,16 +65,16 @@ def find_ticks(low: float, high: float, count: int, *, log: bool = False) -> lis
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     decimals = max(0, 2 - math.floor(math.log10(step)))
-    return [round(index * step, decimals) + 0.0 for index in range(first, last + 1)]  # + 0.0: no minus zero
+    return [round(index * step, decimals) + 0.0 for index in range(first, last + 1)]  # + 0.0 avoids minus zero
 
 
 def write_ticks(ticks: list[float]) -> list[str]:
-    """All ticks of an axis in one style: as few decimals as tell them apart, thousands as k, M, B.
+    """Format all ticks of an axis in one style; thousands as k, M, B.
 
-    >>> write_ticks([0.0, 0.5, 1.0]), write_ticks([0.0, 12500.0, 25000.0]), write_ticks([1e-5, 1e-3])
-    (['0', '0.5', '1'], ['0', '12.5k', '25k'], ['1e-5', '1e-3'])
-    >>> write_ticks([0.0, 0.001, 0.002])
-    ['0', '0.001', '0.002']
+    >>> write_ticks([0.0, 12500.0, 25000.0]), write_ticks([1e-5, 1e-3])
+    (['0', '12.5k', '25k'], ['1e-5', '1e-3'])
+    >>> write_ticks([0.0, 0.5, 1.0]), write_ticks([0.0, 0.001, 0.002])
+    (['0', '0.5', '1'], ['0', '0.001', '0.002'])
     """
     largest = max((abs(tick) for tick in ticks), default=0.0)
     if 1000 <= largest < 10_000 and all(tick == round(tick) for tick in ticks):
@@ -88,7 +88,7 @@ def write_ticks(ticks: list[float]) -> list[str]:
 
 
 def _write_small(tick: float) -> str:
-    """Beside ticks below a thousandth: with an exponent, but for zero and from a hundredth on."""
+    """Format a tick of an axis with values below 0.001, with an exponent if below 0.01."""
     if tick == 0 or abs(tick) >= 1e-2:
         return f"{tick:.6g}"
     mantissa, _, exponent = f"{tick:.3e}".partition("e")
@@ -96,7 +96,7 @@ def _write_small(tick: float) -> str:
 
 
 def write_value(value: float) -> str:
-    """A value as a person reads it off a curve: four digits.
+    """Format a value with four digits for readers of a chart.
 
     >>> write_value(1.23456), write_value(123456.0), write_value(0.000123456)
     ('1.235', '123,456', '0.0001235')

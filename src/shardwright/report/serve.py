@@ -1,10 +1,13 @@
-"""The page of a run, served live on this machine: `shardwright watch`.
+"""Local HTTP server of a run's live page: `shardwright watch`.
 
-Only 127.0.0.1 listens, and only an address that holds the run's random token is answered; a request whose Host header names another
-machine is refused, so that no web page can reach it by a name of its own (DNS rebinding). There are four addresses and no files:
+It listens on 127.0.0.1 only and answers only addresses with its random token. Requests whose
+Host header names another machine are rejected, so that no web page can reach it by DNS
+rebinding. There are four addresses and no files:
 
-    /TOKEN/           the page                 /TOKEN/page      the same, for the page itself to take its new body from
-    /TOKEN/state      the version, as JSON     /TOKEN/metrics   the newest numbers as Prometheus text
+    /TOKEN/           the page
+    /TOKEN/page       the same; the page fetches its updates from it
+    /TOKEN/state      the version, as JSON
+    /TOKEN/metrics    the latest numbers as Prometheus text
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from shardwright.telemetry.prometheus import write_metrics
 
 HOST = "127.0.0.1"
 _LONGEST_WAIT_SECONDS = 5.0
-"""Of a client for its own request, before it is hung up on."""
+"""Longest time a client may take to send its request before the connection is closed."""
 
 
 class LivePage:
-    """The page as of now: made again when the runs have said more, and at most a tenth of the time."""
+    """Current page of the runs, rendered again after new events at most a tenth of the time."""
 
     def __init__(self, runs: Sequence[Path]) -> None:
         self._runs = list(runs)
@@ -45,19 +48,19 @@ class LivePage:
         self._rest_until = 0.0
 
     def version(self) -> str:
-        """Changes when the page would."""
+        """Return a version that changes whenever the page would."""
         parts = []
         for run in self._runs:
             for path in (run / FILE_NAME if run.is_dir() else run, run / PREDICTION_NAME):
                 try:
-                    found = path.stat()
-                    parts.append(f"{found.st_size:x}.{found.st_mtime_ns:x}")
+                    status = path.stat()
+                    parts.append(f"{status.st_size:x}.{status.st_mtime_ns:x}")
                 except OSError:
                     parts.append("-")
         return "_".join(parts)
 
     def page(self) -> bytes:
-        """HTML; UTF-8.
+        """Return the page as HTML in UTF-8.
 
         Raises:
             InputError: the runs can no longer be read.
@@ -65,11 +68,11 @@ class LivePage:
         return self._made()[0]
 
     def metrics(self) -> bytes:
-        """Prometheus text; UTF-8."""
+        """Return the latest numbers as Prometheus text in UTF-8."""
         return self._made()[1]
 
     def told_version(self) -> str:
-        """The version to tell a page that asks: the newest, but the one that is there while making another must wait."""
+        """Return the newest version, or the rendered one while rendering must wait."""
         with self._lock:
             return self._version if self._version and time.monotonic() < self._rest_until else self.version()
 
@@ -77,28 +80,28 @@ class LivePage:
         with self._lock:
             version = self.version()
             if version != self._version and (not self._page or time.monotonic() >= self._rest_until):
-                began = time.monotonic()
+                start = time.monotonic()
                 runs = load_runs(self._runs)
                 self._page = render_page(runs, live_version=version).encode()
                 self._metrics = write_metrics([(run.name, run.log.events) for run in runs]).encode()
                 self._version = version
-                self._rest_until = time.monotonic() + 9 * (time.monotonic() - began)
+                self._rest_until = time.monotonic() + 9 * (time.monotonic() - start)
             return self._page, self._metrics
 
 
 class LiveServer(http.server.ThreadingHTTPServer):
-    """Serves a `LivePage` behind a token until `shutdown`."""
+    """HTTP server of a `LivePage`, protected by a token, until `shutdown`."""
 
     daemon_threads = True
 
     def __init__(self, page: LivePage, port: int = 0, token: str | None = None) -> None:
         """
         Args:
-            port: 0 takes a free one.
+            port: 0 selects a free port.
             token: default 256 random bits.
 
         Raises:
-            InputError: the port is taken.
+            InputError: the port is in use.
         """
         self.page = page
         self.token = token or secrets.token_urlsafe(32)
@@ -109,53 +112,54 @@ class LiveServer(http.server.ThreadingHTTPServer):
                 f"cannot listen on port {port}: {error.strerror}",
                 field="--port",
                 got=port,
-                remedy="Leave it out to take a free one",
+                remedy="Leave it out to use a free port",
             ) from error
 
     @property
     def address(self) -> str:
-        """What to open; holds the token."""
+        """URL of the page, with the token."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
-        """A client that goes away in the middle is no news."""
+        """Ignore clients that disconnect early."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET and HEAD."""
+    """Handler of GET and HEAD requests."""
 
     server: LiveServer
-    server_version, sys_version = "shardwright", ""
+    server_version = "shardwright"
+    sys_version = ""
     timeout = _LONGEST_WAIT_SECONDS
 
     def do_GET(self) -> None:
-        """Any of the four addresses."""
+        """Answer a request to one of the four addresses."""
         self._answer(with_body=True)
 
     def do_HEAD(self) -> None:
-        """The same without its body."""
+        """Answer as `do_GET`, without the body."""
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
         port = self.server.server_address[1]
         if self.headers.get("Host", "").lower() not in (f"{HOST}:{port}", f"localhost:{port}"):
-            self._send(HTTPStatus.FORBIDDEN, b"this address is for this machine only\n", "text/plain; charset=utf-8", with_body)
+            self._send(HTTPStatus.FORBIDDEN, b"only this machine may use this address\n", "text/plain; charset=utf-8", with_body)
             return
         _, token, *rest = urlsplit(self.path).path.split("/")
         if not hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self.server.token.encode()):
-            self._send(HTTPStatus.FORBIDDEN, b"the address needs its token\n", "text/plain; charset=utf-8", with_body)
+            self._send(HTTPStatus.FORBIDDEN, b"the address lacks the correct token\n", "text/plain; charset=utf-8", with_body)
             return
-        found = self._pages().get("/".join(rest)) if rest else None
-        if found is None:
-            self._send(HTTPStatus.NOT_FOUND, b"nothing is there\n", "text/plain; charset=utf-8", with_body)
+        route = self._pages().get("/".join(rest)) if rest else None
+        if route is None:
+            self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain; charset=utf-8", with_body)
             return
-        make, kind = found
+        render, content_type = route
         try:
-            body = make()
+            body = render()
         except InputError as error:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain; charset=utf-8", with_body)
             return
-        self._send(HTTPStatus.OK, body, kind, with_body)
+        self._send(HTTPStatus.OK, body, content_type, with_body)
 
     def _pages(self) -> dict[str, tuple[Callable[[], bytes], str]]:
         page = self.server.page
@@ -170,8 +174,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, status: HTTPStatus, body: bytes, kind: str, with_body: bool) -> None:
         self.send_response(status)
         for name, value in (
-            ("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"), ("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY"),
+            ("Content-Type", kind), ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"), ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY"),
             ("Cross-Origin-Resource-Policy", "same-origin"),
         ):  # fmt: skip
             self.send_header(name, value)
@@ -180,4 +185,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing: addresses hold the token."""
+        """Log nothing, because addresses contain the token."""

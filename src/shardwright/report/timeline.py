@@ -1,4 +1,4 @@
-"""When things happened: a strip of wall-clock time with a lane for each kind of event, as SVG text."""
+"""Timeline of events over wall-clock time as SVG text, with one lane per kind of event."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MARKS_PER_LANE = 300
 
 
 def processes_of(run: Run) -> list[tuple[float, float]]:
-    """First and last wall-clock second of each process that wrote to the run, in order."""
+    """Return first and last wall-clock second of each process that wrote events, in order."""
     spans: list[tuple[float, float]] = []
     for event in run.log:
         if isinstance(event, RunStarted) or not spans:
@@ -44,12 +44,15 @@ def processes_of(run: Run) -> list[tuple[float, float]]:
 
 
 def svg_timeline(run: Run, width: int) -> str:
-    """The strip: a bar where a process trained, below it a lane for each kind that occurs. Marks carry their line as a tooltip."""
+    """Draw a bar per training process and a lane per kind of event, with tooltips."""
     spans = processes_of(run)
-    low, high = spans[0][0], max(end for _, end in spans)
+    low = spans[0][0]
+    high = max(end for _, end in spans)
     high = high if high > low else low + 1.0
     lanes = [lane for lane in _LANES if any(isinstance(event, lane[1]) for event in run.history)]
-    left, right, top = 104, width - 14, 8
+    left = 104
+    right = width - 14
+    top = 8
     height = top + _LANE_PIXELS * (len(lanes) + 1) + 38
     x = Scale(low, high, left, right)
     out = [f'<text x="0" y="{top + 15}">running</text>']
@@ -57,31 +60,37 @@ def svg_timeline(run: Run, width: int) -> str:
         bar_width = max(2.0, x(end) - x(begin))
         title = f"{format_seconds(end - begin)} of training"
         out.append(
-            f'<rect style="fill:var(--c0)" x="{x(begin):.1f}" y="{top + 6}" width="{bar_width:.1f}" height="10" rx="2">'
+            f'<rect style="fill:var(--c0)" x="{x(begin):.1f}" '
+            f'y="{top + 6}" width="{bar_width:.1f}" height="10" rx="2">'
             f"<title>{title}</title></rect>"
         )
     for row, (name, kinds, colour) in enumerate(lanes, start=1):
         middle = top + _LANE_PIXELS * row + 11
-        out.append(f'<text x="0" y="{middle + 4}">{name}</text><path class="grid" d="M{left} {middle}H{right}"/>')
+        out.append(f'<text x="0" y="{middle + 4}">{name}</text><path '
+        f'class="grid" d="M{left} {middle}H{right}"/>')
         events = [event for event in run.history if isinstance(event, kinds)]
         for event in events[:: -(-len(events) // _MARKS_PER_LANE)]:
             title = escape(describe(event))
             out.append(
-                f'<circle class="dot f{colour}" cx="{x(event.time):.1f}" cy="{middle}" r="4.5"><title>{title}</title></circle>'
+                f'<circle class="dot f{colour}" cx="{x(event.time):.1f}" '
+                f'cy="{middle}" r="4.5"><title>{title}</title></circle>'
             )
     bottom = top + _LANE_PIXELS * (len(lanes) + 1) + 4
     seconds, unit = _unit(high - low)
     ticks = find_ticks(0, (high - low) / seconds, max(2, (right - left) // 90))
     for tick in ticks:
-        at = x(low + tick * seconds)
-        out.append(f'<path class="grid" d="M{at:.1f} {bottom}v4"/>')
-        out.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{tick:g}</text>')
-    out.append(f'<text x="{right}" y="{bottom + 31}" text-anchor="end">{unit} since the first start</text>')
+        tick_x = x(low + tick * seconds)
+        out.append(f'<path class="grid" d="M{tick_x:.1f} {bottom}v4"/>')
+        out.append(f'<text x="{tick_x:.1f}" y="{bottom + 17}" '
+        f'text-anchor="middle">{tick:g}</text>')
+    out.append(f'<text x="{right}" y="{bottom + 31}" '
+    f'text-anchor="end">{unit} since the first start</text>')
     label = f"Timeline: {len(spans)} processes, " + ", ".join(
         f"{sum(isinstance(e, kinds) for e in run.history)} {name}" for name, kinds, _ in lanes
     )
     return (
-        f'<svg class="plot" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label, quote=True)}">{"".join(out)}</svg>'
+        f'<svg class="plot" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(label, quote=True)}">{"".join(out)}</svg>'
     )
 
 
@@ -93,6 +102,6 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def list_history(run: Run) -> list[tuple[str, str, str]]:
-    """Rows of the table behind the strip: time since the first start, kind, line. Evaluations and checkpoints included."""
+    """Return the rows of the timeline's table: time since the first event, kind, text."""
     begin = run.log.events[0].time
     return [(format_seconds(max(0.0, event.time - begin)), event.kind.replace("_", " "), describe(event)) for event in run.history]

@@ -1,4 +1,4 @@
-"""The summary of a run for a terminal: a few aligned lines and the loss as a row of blocks."""
+"""Summary of a run for the terminal: aligned lines and sparklines of the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def draw_sparkline(values: Floats, width: int = 40) -> str:
-    """Values as blocks of eight heights; what is not finite is left out.
+    """Draw values as blocks of eight heights; values that are not finite are left out.
 
     >>> draw_sparkline(np.array([8.0, 4.0, 1.0, 1.0]))
     '█▄▁▁'
@@ -26,13 +26,14 @@ def draw_sparkline(values: Floats, width: int = 40) -> str:
     if not len(finite):
         return ""
     _, means = bin_means(np.arange(len(finite), dtype=np.float64), finite, width)
-    low, high = means.min(), means.max()
+    low = means.min()
+    high = means.max()
     heights = np.zeros(len(means)) if high == low else (means - low) / (high - low) * (len(_BLOCKS) - 1)
     return "".join(_BLOCKS[int(height)] for height in heights)
 
 
 def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
-    """Lines of the terminal summary."""
+    """Format the summary of a run as lines for the terminal."""
     facts: list[tuple[str, str | None]] = [
         ("layout", f"{summary['layout']} on {summary['world_size']} x {_first(summary['devices'])}" if summary["layout"] else None),
         ("steps", f"{summary['steps']:,}" + (f" of {summary['total_steps']:,}" if summary["total_steps"] else "")),
@@ -69,10 +70,10 @@ def _best(summary: dict[str, Any]) -> str | None:
 def _speed(summary: dict[str, Any]) -> str | None:
     if summary["tokens_per_second"] is None:
         return None
-    words = f"{format_count(summary['tokens_per_second'])} tokens/s"
+    text = f"{format_count(summary['tokens_per_second'])} tokens/s"
     if summary["model_flops_per_second"] is not None:
-        words += f", {format_flops_per_second(summary['model_flops_per_second'])}"
-    return words + (f", MFU {summary['mfu']:.1%}" if summary["mfu"] is not None else "")
+        text += f", {format_flops_per_second(summary['model_flops_per_second'])}"
+    return text + (f", MFU {summary['mfu']:.1%}" if summary["mfu"] is not None else "")
 
 
 def _parts(summary: dict[str, Any]) -> str | None:
@@ -83,22 +84,23 @@ def _parts(summary: dict[str, Any]) -> str | None:
 
 
 def _time(summary: dict[str, Any]) -> str:
-    words = f"{format_seconds(summary['wall_seconds'])}, {summary['useful_share']:.0%} of it in steps that count"
+    text = f"{format_seconds(summary['wall_seconds'])}, goodput {summary['useful_share']:.0%}"
     largest = sorted(summary["lost_seconds"].items(), key=lambda pair: -pair[1])[:3]
     lost = [f"{name} {format_seconds(seconds)}" for name, seconds in largest if seconds >= 0.01 * summary["wall_seconds"]]
-    return words + (f" (lost: {', '.join(lost)})" if lost else "")
+    return text + (f" (lost: {', '.join(lost)})" if lost else "")
 
 
 def _memory(peaks: Sequence[int]) -> str | None:
     if not peaks:
         return None
-    high, low = format_bytes(max(peaks)), format_bytes(min(peaks))
-    return f"{high} a rank at most" + (f", {low} at least" if low != high else "")
+    high = format_bytes(max(peaks))
+    low = format_bytes(min(peaks))
+    return f"{high} per rank" + (f" at most, {low} at least" if low != high else "")
 
 
 def _history(summary: dict[str, Any]) -> str | None:
     names = ("checkpoints", "resumes", "skipped_steps", "withdrawn_steps")
-    told = [
+    counts = [
         f"{count:,} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}" for name in names if (count := summary[name])
     ]
-    return ", ".join(told) or None
+    return ", ".join(counts) or None

@@ -15,7 +15,7 @@ from tests.unit.report.samples import falling, write_run
 
 def test_runs_that_agree_leave_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compare_command(write_run(tmp_path / "a", 50), write_run(tmp_path / "b", 50))
-    assert "stays within the tolerance" in capsys.readouterr().out
+    assert "within the tolerance" in capsys.readouterr().out
 
 
 def test_a_run_that_leaves_leaves_with_1_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_a_run_that_leaves_leaves_with_1_and_says_where(tmp_path: Path, capsys: 
     assert told["agrees"] is False
     assert told["schema_version"] == 1
     assert told["left"]["first_step"] <= 300 < told["left"]["last_step"]
-    assert "LEAVES: training loss" in captured.err
+    assert "EXCEEDS the tolerance: training loss" in captured.err
 
 
 def test_a_wider_tolerance_lets_it_pass(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_form_is_chosen_by_device_and_dtype_and_logged(caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, logger="shardwright"):
         optimizer = build(Tiny())
     assert optimizer.param_groups[0]["fused"]
-    assert "adamw (fused): 2 tensors at decay 0.1, 3 tensors at decay 0" in caplog.text
+    assert "adamw (fused): 2 tensors with weight decay 0.1, 3 tensors with weight decay 0" in caplog.text
     assert choose_implementation([nn.Parameter(torch.empty(1, device="meta"))]) == {"foreach": False}
 
 

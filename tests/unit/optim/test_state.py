@@ -104,5 +104,5 @@ def test_other_parameters_are_refused_by_name() -> None:
     run = Run({"name": "adamw"})
     values = optimizer_values(run.optimizer)
     values["steps"]["head.weight"] = values["steps"].pop("2.bias")
-    with pytest.raises(CheckpointError, match=r"absent from it: 2\.bias; absent here: head\.weight"):
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: 2\.bias; missing here: head\.weight"):
         load_optimizer_values(run.optimizer, values)

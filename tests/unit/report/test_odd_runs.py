@@ -95,7 +95,7 @@ def test_a_folder_without_events_makes_a_page_with_a_note(tmp_path: Path, conten
         (tmp_path / FILE_NAME).write_text(content)
     page = render(tmp_path)
     Balanced().feed(page)
-    assert "there are no events to show yet" in page or "holds no event that can be read yet" in page
+    assert "there are no events to show yet" in page or "has no readable events yet" in page
     json.dumps(summarise(load_runs([tmp_path])[0]), allow_nan=False)
     assert render(tmp_path, write_run(tmp_path / "whole", 3))  # beside one that has some
 

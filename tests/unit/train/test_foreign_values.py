@@ -172,8 +172,8 @@ def test_every_place_of_the_values(
 REFUSED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("run",), ..., "run: .*got nothing; allowed: a value"),
     (("step",), ..., "step: .*got nothing"),
-    (("step",), 7, "step: .*got 7; allowed: 2, the manifest's"),
-    (("samples_seen",), 5, "samples_seen: .*got 5; allowed: 4, by the other values"),
+    (("step",), 7, "step: .*got 7; allowed: 2, as in the manifest"),
+    (("samples_seen",), 5, "samples_seen: .*got 5; allowed: 4, as the other values imply"),
     (("skipped_in_a_row",), None, "skipped_in_a_row: .*got null; allowed: a whole number"),
     (("skipped_in_a_row",), True, "skipped_in_a_row: .*got true; allowed: a whole number"),
     (("steps_left_out",), -1, "steps_left_out: .*got -1; allowed: at least 0"),
@@ -207,7 +207,7 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
     rewrite(folder, json.dumps(changed).encode())
     recipe = recipe_in(folder, STEPS + 1)
     try:
-        with pytest.raises(CheckpointError, match=f"not a checkpoint of ours.*{message.partition('.*')[2]}") as resumed:
+        with pytest.raises(CheckpointError, match=f"not a shardwright checkpoint.*{message.partition('.*')[2]}") as resumed:
             find_start(check(recipe, 1), RunFolder.of(recipe))
         assert f"values.json: {message.partition(':')[0]}".replace("\\", "") in str(resumed.value)
         with pytest.raises(CheckpointError) as opened:
@@ -222,7 +222,7 @@ def test_the_field_is_named_wherever_a_checkpoint_is_read(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (b"[]", "not a checkpoint of ours"),
+        (b"[]", "not a shardwright checkpoint"),
         (b'{"a": ' * 500 + b"1" + b"}" * 500, "allowed: 32 levels"),
         (b'{"a": ' * 100_000, "not valid JSON"),
         (b'{"step": 1e999}', "1e999 is not JSON"),
@@ -260,7 +260,7 @@ def test_the_command_ends_with_one_message(folder: Path, capsys: pytest.CaptureF
         ):
             assert shardwright(words) == 2
             told = capsys.readouterr().err
-            assert "values.json: run: this is not a checkpoint of ours" in told
+            assert "values.json: run: not a shardwright checkpoint" in told
             assert "Traceback" not in told
     finally:
         rewrite(folder, json.dumps(original).encode())

@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_not_read(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="cannot be taken"):
+    with pytest.raises(CheckpointError, match="cannot be used"):
         open_source(folder.path, "1")
 
 
