@@ -27,8 +27,8 @@ from shardwright.architecture.parameters import (
 from shardwright.config.adapters import AdapterKind, QuantizeKind
 
 ADAPTED_ROLES: tuple[Role, ...] = (
-    "query", "key", "value", "qkv", "attention_out", "query_latent", "key_value_latent", "key_value",
-    "gate", "up", "gate_up", "down", "projection", *EXPERT_ROLES,
+    "query", "key", "value", "qkv", "attention_out", "query_latent", "key_value_latent",
+    "key_value", "gate", "up", "gate_up", "down", "projection", *EXPERT_ROLES,
 )  # fmt: skip
 """Roles of matrices that can have adapters: projections of attention, MLP and experts."""
 

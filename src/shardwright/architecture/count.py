@@ -21,7 +21,8 @@ _PARTS = {
     "embedding": ("embedding", "positions"),
     "attention": (
         "query", "key", "value", "qkv", "attention_out", "query_norm", "key_norm", "sinks",
-        "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm", "key_value",
+        "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm",
+        "key_value",
     ),
     "feed_forward": ("gate", "up", "gate_up", "down"),
     "experts": EXPERT_ROLES,

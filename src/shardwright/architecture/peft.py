@@ -46,11 +46,12 @@ _READ = frozenset(
 _INERT = frozenset(
     {
         # bookkeeping, and the selection of modules, which the tensors' names repeat
-        "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type", "target_modules",
-        "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "ensure_weight_tying",
+        "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",
+        "task_type", "target_modules", "exclude_modules", "layers_to_transform",
+        "layers_pattern", "fan_in_fan_out", "ensure_weight_tying",
         # settings of training, and options of features that `_READ` fields or refusals exclude
-        "lora_dropout", "megatron_core", "megatron_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        "qalora_group_size", "runtime_config",
+        "lora_dropout", "megatron_core", "megatron_config", "loftq_config", "eva_config",
+        "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
     }
 )  # fmt: skip
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")

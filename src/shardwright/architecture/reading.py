@@ -20,22 +20,25 @@ from shardwright.files import file_kind, read_text
 INERT_FIELDS = frozenset(
     {
         # bookkeeping
-        "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map",
-        "dtype", "torch_dtype", "problem_type", "id2label", "label2id", "task_specific_params", "unsloth_version",
+        "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path",
+        "_commit_hash", "auto_map", "dtype", "torch_dtype", "problem_type", "id2label",
+        "label2id", "task_specific_params", "unsloth_version",
         # outputs and caches of a forward pass; its results stay the same
-        "use_cache", "cache_implementation", "return_dict", "output_hidden_states", "output_attentions",
-        "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "torchscript", "gradient_checkpointing",
-        "use_bfloat16", "is_llama_config", "keys_to_ignore_at_inference",
+        "use_cache", "cache_implementation", "return_dict", "output_hidden_states",
+        "output_attentions", "_attn_implementation", "_attn_implementation_autoset",
+        "attn_implementation", "torchscript", "gradient_checkpointing", "use_bfloat16",
+        "is_llama_config", "keys_to_ignore_at_inference",
         # token ids for tokenisers and generation
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "forced_bos_token_id",
-        "forced_eos_token_id", "prefix",
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+        "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "prefix",
         # heads that a causal language model does not have
-        "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-        "summary_first_dropout", "num_labels",
+        "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation",
+        "summary_proj_to_labels", "summary_first_dropout", "num_labels",
         # slicing of matrix products to save memory; the result is the same
         "chunk_size_feed_forward", "pretraining_tp",
         # generation settings of older files
-        "temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "num_beams", "repetition_penalty",
+        "temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "num_beams",
+        "repetition_penalty",
     }
 )  # fmt: skip
 """Fields that may appear in any config.json without effect on logits, loss or gradients."""
@@ -76,8 +79,8 @@ These values disable the feature; any other value is refused.
 
 
 _STATEFUL = (
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3_next",
-    "rwkv", "zamba", "zamba2",
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba",
+    "mamba2", "nemotron_h", "qwen3_next", "rwkv", "zamba", "zamba2",
 )  # fmt: skip
 """Families of state-space models and their hybrids."""
 
