@@ -1,6 +1,4 @@
-"""Mixture of experts of a sparse layer, as one frozen value, with parameters by name.
-Torch-free.
-"""
+"""Mixture of experts of a sparse layer, with its parameters by name. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Readers of config.json fields that most families share: sizes, biases, windows, layer
-types.
-"""
+"""Readers of config.json fields that most families share."""
 
 from __future__ import annotations
 
@@ -157,6 +155,7 @@ def read_layer_types(
 
 
 def read_qwen_windows(fields: Fields, shape: ModelShape) -> ModelShape:
+    """Read Qwen's sliding window, used in layers from `max_window_layers` on."""
     is_used = fields.flag("use_sliding_window", False)
     size = fields.take("sliding_window", 4096)
     window = fields.integer("sliding_window", 4096) if is_used and size is not None else None

@@ -1,6 +1,4 @@
-"""Parameters of a model by name: shape, role, initial values and tensors in files.
-Torch-free.
-"""
+"""Parameters by name: shape, role, initial values and tensors in files. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ class Ones:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Initial values of biases, of adapters' B and of a norm's weight that 1 is added to: all
-    0.0.
-    """
+    """Initial values of biases, adapters' B and norm weights with offset 1: all 0.0."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,7 @@ class FilePiece:
         return prod(self.shape)
 
     def meet(self, bounds: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
-        """Intersect the box with a slice of the parameter, (start, stop) per dim; None if
-        empty.
-        """
+        """Intersect the box with a slice, (start, stop) per dim; None if empty."""
         overlap = tuple(
             (max(a, start), min(b, stop))
             for (a, b), (start, stop) in zip(self.box, bounds, strict=True)

@@ -1,5 +1,4 @@
-"""peft's adapter folder: reading and writing adapter_config.json, names of its tensors.
-Torch-free.
+"""peft's adapter folder: its adapter_config.json and its tensors' names. Torch-free.
 
 peft uses transformers' in-memory module names. It adapts a stacked parameter by wrapping the
 parameter's module; several such parameters give nested wrappers in the order of the parameters,
@@ -100,9 +99,7 @@ def _matrix_of(spec: ParameterSpec) -> ParameterSpec:
 
 
 def peft_config(shape: ModelShape, base: str | None) -> dict[str, Any]:
-    """Build adapter_config.json for the model's adapters; `base` is the base model's
-    location.
-    """
+    """Build adapter_config.json; `base` is the location of the base model."""
     adapters = shape.adapters
     assert adapters is not None
     matrices = [
@@ -148,7 +145,7 @@ def read_peft_folder(path: str | Path, shape: ModelShape, *, dropout: float = 0.
 
     Raises:
         WeightsError: no such folder, a setting that is not supported, or tensors that do not
-        fit the model, by name.
+            fit the model, by name.
     """
     folder = Path(path)
     config = _read_config(folder / CONFIG_NAME)

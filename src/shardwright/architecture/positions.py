@@ -23,9 +23,7 @@ def read_rope_of_model(
     fraction: float = 1.0,
     original_max_positions: int | None = None,
 ) -> RopeShape:
-    """Read the rotary embedding that all layers share; the keywords are the family's
-    defaults.
-    """
+    """Read the rotary embedding of all layers; the keywords are the family's defaults."""
     theta = fields.number("rope_theta", theta, exclusive=True)
     fraction = fields.number("partial_rotary_factor", fraction, exclusive=True)
     original = original_max_positions
@@ -74,9 +72,7 @@ def read_ropes_by_layer_type(
 
 
 def _mapping(fields: Fields) -> tuple[str, dict[str, Any]]:
-    """Return name and content of the mapping that the file has; empty content if it has
-    none.
-    """
+    """Return name and content of the file's rope mapping; content is empty without one."""
     older = fields.take("rope_scaling")
     newer = fields.take("rope_parameters")
     if older and newer and older != newer:

@@ -1,5 +1,4 @@
-"""Selection of the frozen matrices that are quantised to NF4, and the layout of their bytes.
-Torch-free.
+"""NF4-quantised frozen matrices: their selection and byte layout. Torch-free.
 
 A matrix `[.., rows, columns]` becomes bytes `[.., rows, packed_width(columns)]`: in each row
 first the codes, two per byte, then an fp32 scale per block of 64 elements. Blocks lie within a
@@ -39,8 +38,9 @@ def packed_width(columns: int) -> int:
 
 
 def columns_of(num_bytes: int, whole: int) -> int:
-    """Count the columns in `num_bytes` of a row: all `whole`, or those of a shard of whole
-    blocks.
+    """Count the columns in `num_bytes` of a row of `whole` columns, or of a shard of it.
+
+    A shard consists of whole blocks.
 
     >>> columns_of(packed_width(100), 100), columns_of(packed_width(128), 256)
     (100, 128)

@@ -1,6 +1,4 @@
-"""Reading of a config.json: the file, the model family, and fields without effect on the
-model.
-"""
+"""Reading of a config.json; fields without effect on the model."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
 
     Raises:
         ArchitectureError: no such file, an unknown family, or a field that is not supported, by
-        name.
+            name.
     """
     content = read_content(config)
     family = content.get("model_type")

@@ -10,7 +10,7 @@ from shardwright.architecture.targets import with_adapters
 from shardwright.config import Recipe
 
 STAND_IN_VOCABULARY = 257
-"""Vocabulary size for recipes in which only the tokenizer, not built here, has the size."""
+"""Vocabulary size if only the tokenizer, which is not built here, determines it."""
 
 
 def shape_of(recipe: Recipe) -> ModelShape:

@@ -230,9 +230,7 @@ class ModelShape:
             )
 
     def to_config(self) -> dict[str, Any]:
-        """Return the config.json that this shape was read from, to be saved with its
-        weights.
-        """
+        """Return the config.json that this shape was read from."""
         return copy.deepcopy(dict(self.config))
 
 

@@ -252,9 +252,7 @@ def _deepseek_v3(fields: Fields) -> ModelShape:
 
 
 def _latent_scale(fields: Fields, head_dim: int) -> float:
-    """Compute 1 / sqrt(head_dim), times YaRN's squared temperature if `mscale_all_dim` is
-    set.
-    """
+    """Compute 1 / sqrt(head_dim), times YaRN's squared factor if `mscale_all_dim` is set."""
     rope = fields.take("rope_parameters") or fields.take("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     mscale = rope.get("mscale_all_dim") or 0
@@ -265,7 +263,7 @@ def _latent_scale(fields: Fields, head_dim: int) -> float:
 
 
 def _groups(fields: Fields, num_experts: int, experts_per_token: int) -> dict[str, int]:
-    """Read the number of expert groups (the nodes of the original training) and groups per
+    """Read the number of expert groups (nodes of the original training) and groups per
     token.
     """
     num_groups = fields.integer("n_group", 8)

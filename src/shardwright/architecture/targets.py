@@ -62,7 +62,7 @@ def _check_foreign(shape: ForeignShape, section: AdapterSection) -> None:
 
 
 def _check_quantised(shape: ModelShape) -> None:
-    """Refuse matrices stored `[in, out]`: blocks lie along rows and must share an output."""
+    """Refuse matrices stored `[in, out]`: a block lies in a row and must have one output."""
     in_out = next(
         (
             spec.name
@@ -86,8 +86,8 @@ def choose_adapters(shape: ModelShape, section: AdapterSection) -> AdapterShape:
 
     Raises:
         RecipeError: a pattern that matches no matrix that can have an adapter; a kind of
-        adapter that experts do not support. WeightsError: the folder at `path` has no adapters
-        of this model.
+            adapter that experts do not support.
+        WeightsError: the folder at `path` has no adapters of this model.
     """
     if section.path is not None:
         adapters = read_peft_folder(section.path, shape, dropout=section.dropout)

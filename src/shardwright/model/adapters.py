@@ -63,11 +63,12 @@ def begin(
 ) -> Tensor:
     """Compute the initial values of an adapter's part, or of a slice of it.
 
-    They depend on its name and the seed, a DoRA magnitude on the adapted matrix.
+    They depend on its name and the seed; a DoRA magnitude depends on the adapted matrix.
 
     Args:
         read_matrix: returns a slice of a frozen matrix, as in the forward pass, from its name
-        and (start, length) per dim. in_out: True if the matrix is stored `[in, out]`.
+            and (start, length) per dim.
+        in_out: True if the matrix is stored `[in, out]`.
     """
     if not isinstance(spec.init, RowNorms):
         return initialise(spec, seed, dtype=dtype, narrow=narrow)

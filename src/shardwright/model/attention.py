@@ -125,9 +125,7 @@ class Attention(nn.Module):
     def _mean_square(
         self, tensor: TensorCut | None, num_heads: int
     ) -> Callable[[Tensor], Tensor] | None:
-        """Return a function for the mean square over all heads, which are sharded over
-        ranks.
-        """
+        """Return a function for the mean square over all heads, on all ranks."""
         if tensor is None:
             return None
         # Several ranks may have the same key-value head; each of them adds its squares.

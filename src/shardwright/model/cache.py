@@ -40,9 +40,7 @@ class KeyValueCache:
         self._values = torch.empty(*size, value_width, dtype=dtype, device=device)
 
     def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values; return all of the layer, `[B, K, S + T,
-        E]`.
-        """
+        """Append one layer's keys and values; return all of the layer, `[B, K, S + T, E]`."""
         end = self.length + k_BKTE.shape[2]
         assert end <= self.max_tokens, "the cache was built for fewer tokens"
         self._keys[layer, :, :, self.length : end] = k_BKTE

@@ -71,22 +71,23 @@ def build_context(
     Tables are in fp32 (fp64 for fp64 activations), masks in the activations' precision.
 
     Args:
-        x_BTD: activations; only device and precision are used. positions_BT: positions of whole
-        rows; `document_ids_BT` covers whole rows too. places_T: indices in the row of this
-        context rank's tokens; None for all `num_tokens`. tensor: tensor-parallel hooks of this
-        pass. Tables and masks cover all tokens, also under sequence parallelism.
+        x_BTD: activations; only device and precision are used.
+        positions_BT: positions of whole rows; `document_ids_BT` covers whole rows too.
+        places_T: indices in the row of this context rank's tokens; None for all `num_tokens`.
+        tensor: tensor-parallel hooks of this pass. Tables and masks cover all tokens, also
+            under sequence parallelism.
     """
     seen = 0 if cache is None else cache.length
     table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
     lengths_BT = None
     if any(rope.kind == "longrope" for rope in shape.ropes):
         lengths_BT = document_lengths(positions_BT, document_ids_BT, cache)
-    places = places_T
-    if places is None:
-        places = torch.arange(num_tokens, device=x_BTD.device)
+    indices_T = places_T
+    if indices_T is None:
+        indices_T = torch.arange(num_tokens, device=x_BTD.device)
     else:
-        positions_BT = positions_BT[:, places]
-        lengths_BT = None if lengths_BT is None else lengths_BT[:, places]
+        positions_BT = positions_BT[:, indices_T]
+        lengths_BT = None if lengths_BT is None else lengths_BT[:, indices_T]
     return ForwardContext(
         rope_tables=tuple(
             rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes
@@ -96,7 +97,7 @@ def build_context(
             for window in {layer.window for layer in shape.layers}
             if places_T is None
         },
-        dropout=None if dropout is None else Dropout.of(dropout, places, x_BTD.device),
+        dropout=None if dropout is None else Dropout.of(dropout, indices_T, x_BTD.device),
         explicit=explicit,
         cache=cache,
         routing=routing,
@@ -112,13 +113,13 @@ def default_positions(
 ) -> Tensor:
     """Build positions `seen`, seen + 1... per row, or 0, 1, 2... in each document."""
     num_tokens = input_ids_BT.shape[1]
-    places_T = torch.arange(seen, seen + num_tokens, device=input_ids_BT.device)
+    indices_T = torch.arange(seen, seen + num_tokens, device=input_ids_BT.device)
     if document_ids_BT is None:
-        return places_T[None]
+        return indices_T[None]
     starts_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values
-    return places_T - first_BT
+    first_BT = torch.where(starts_BT, indices_T, 0).cummax(dim=1).values
+    return indices_T - first_BT
 
 
 def document_lengths(
@@ -134,18 +135,17 @@ def document_lengths(
     if document_ids_BT is None:
         return positions_BT[:, -1:].expand_as(positions_BT) + 1
     num_tokens = document_ids_BT.shape[1]
-    places_T = torch.arange(num_tokens, device=document_ids_BT.device)
+    indices_T = torch.arange(num_tokens, device=document_ids_BT.device)
     ends_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     ends_BT[:, :-1] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    last_BT = torch.where(ends_BT, places_T, num_tokens).flip(1).cummin(dim=1).values.flip(1)
+    last_BT = torch.where(ends_BT, indices_T, num_tokens).flip(1).cummin(dim=1).values.flip(1)
     return positions_BT.expand_as(last_BT).gather(1, last_BT) + 1
 
 
 def attention_mask(
     window: int | None, num_tokens: int, seen: int, document_ids_BT: Tensor | None, like: Tensor
 ) -> Tensor | None:
-    """Build the mask that is added to the scores of `num_tokens` queries after `seen` cached
-    ones.
+    """Build the mask added to the scores of `num_tokens` queries after `seen` cached tokens.
 
     None as in `ForwardContext`. The mask is built once, in the precision of the activations:
     from a boolean mask, `F.scaled_dot_product_attention` would build one for every layer and

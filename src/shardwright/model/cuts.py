@@ -1,5 +1,4 @@
-"""Hooks through which a parallelised decoder communicates; `shardwright.parallel` implements
-them.
+"""Communication hooks of a parallelised decoder; `shardwright.parallel` implements them.
 
 On one rank the decoder has no hooks; the same code serves both cases. Rows of ids, labels,
 positions and documents are always whole; the decoder selects this rank's tokens.
@@ -44,9 +43,7 @@ class ContextCut(Protocol):
     """Hooks of context parallelism: the tokens of a row are sharded over ranks."""
 
     def places(self, num_tokens: int) -> Tensor:
-        """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`, in its
-        order.
-        """
+        """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
         ...
 
     def attend(
@@ -63,9 +60,7 @@ class ContextCut(Protocol):
 
 
 class Arrived(Protocol):
-    """Rows received by the ranks of their experts, and the result of the overlapped
-    computation.
-    """
+    """Rows at the ranks of their experts, and the result of the overlapped computation."""
 
     rows_RD: Tensor
     counts_e: Tensor
@@ -95,7 +90,7 @@ class ExpertCut(Protocol):
         ...
 
     def combine(self, out_RD: Tensor, arrived: Any) -> Tensor:
-        """Return the experts' outputs to the source ranks, in the order of sending, `[M,
+        """Send the experts' outputs back to the source ranks, in the original order, `[M,
         D]`.
         """
         ...

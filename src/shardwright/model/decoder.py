@@ -40,9 +40,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_rows, width))
 
     def forward(self, indices: Tensor, tensor: TensorCut | None = None) -> Tensor:
-        """Look up rows; with `tensor`, this rank's partial result, to be summed over the
-        ranks.
-        """
+        """Look up rows; with `tensor` the result is partial, to be summed over the ranks."""
         if tensor is not None:
             return tensor.look_up(indices, self.weight, self.num_rows, self.padding_row)
         return F.embedding(indices, self.weight, self.padding_row)
@@ -61,9 +59,7 @@ class Decoder(nn.Module):
     noise_size: float = 0.0
     """Largest absolute value of the noise added to embeddings in training (NEFTune)."""
     reads_root_backward = False
-    """True if the backward pass reads parameters outside the blocks besides the final
-    norm's.
-    """
+    """True if the backward pass reads more parameters outside blocks than the final norm's."""
 
     def __init__(
         self,
@@ -178,16 +174,12 @@ class Decoder(nn.Module):
                 module.adapter_on = True
 
     def set_recompute(self, run: Recompute | None) -> None:
-        """Call every block's computation through `run(function, *arguments)`; None calls it
-        directly.
-        """
+        """Call every block through `run(function, *arguments)`; None calls it directly."""
         for block in self.blocks:
             block._recompute = run
 
     def compile_blocks(self, **options: Any) -> None:
-        """Apply torch.compile to each block; modules, parameters and their names do not
-        change.
-        """
+        """Apply torch.compile to each block; modules and parameter names do not change."""
         for block in self.blocks:
             block._run = torch.compile(block.run, **options)
 
@@ -232,8 +224,7 @@ class Decoder(nn.Module):
         row_loss: RowLoss | None = None,
         weights_BT: Tensor | None = None,
     ) -> Tensor:
-        """Compute logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens'
-        losses.
+        """Compute logits `[B, T, V]`, or with `labels_BT` the summed loss of supervised tokens.
 
         Labels are already shifted: `labels[t]` is the target of position t; -100 is not
         supervised. Attention is causal and, with `document_ids_BT`, limited to tokens of the
@@ -262,10 +253,14 @@ class Decoder(nn.Module):
         )
         if stage is not None and not stage.head:
             return x_BTD
-        places_T = self._places(input_ids_BT)
-        loss = None if row_loss is None else row_loss(lambda x_BT: _at(x_BT, places_T).flatten())
-        labels_BT = None if labels_BT is None else _at(labels_BT, places_T)
-        weights_BT = None if weights_BT is None else _at(weights_BT, places_T)
+        token_indices_T = self._places(input_ids_BT)
+        loss = (
+            None
+            if row_loss is None
+            else row_loss(lambda x_BT: _at(x_BT, token_indices_T).flatten())
+        )
+        labels_BT = None if labels_BT is None else _at(labels_BT, token_indices_T)
+        weights_BT = None if weights_BT is None else _at(weights_BT, token_indices_T)
         return self.output(
             x_BTD, labels_BT, cached=cache is not None, loss=loss, weights_BT=weights_BT
         )
@@ -282,19 +277,19 @@ class Decoder(nn.Module):
         hidden_BTD: Tensor | None = None,
         row_weight: Tensor | float | None = None,
     ) -> Tensor:
-        """Compute the final norm's output, `[B, T, D]`; on a stage without it, the last
-        block's.
-        """
+        """Compute the final norm's output, `[B, T, D]`; without the norm, the last block's."""
         num_tokens = input_ids_BT.shape[1]
         if positions_BT is None:
             positions_BT = default_positions(
                 input_ids_BT, document_ids_BT, 0 if cache is None else cache.length
             )
-        places_T = self._places(input_ids_BT)
+        token_indices_T = self._places(input_ids_BT)
         is_first_stage = hidden_BTD is None
         tensor = self._tensor(cached=cache is not None)
         if hidden_BTD is None:
-            x_BTD = self.embed(_at(input_ids_BT, places_T), _at(positions_BT, places_T), tensor)
+            x_BTD = self.embed(
+                _at(input_ids_BT, token_indices_T), _at(positions_BT, token_indices_T), tensor
+            )
         else:
             x_BTD = hidden_BTD
         context = build_context(
@@ -302,7 +297,7 @@ class Decoder(nn.Module):
             x_BTD,
             positions_BT,
             document_ids_BT,
-            places_T,
+            token_indices_T,
             num_tokens=num_tokens,
             dropout=dropout,
             explicit=self.explicit_attention,
@@ -340,9 +335,7 @@ class Decoder(nn.Module):
         )
 
     def _tensor(self, *, cached: bool) -> TensorCut | None:
-        """Return the tensor-parallel hooks of a pass; with a cache without sequence
-        parallelism.
-        """
+        """Return the tensor-parallel hooks; with a cache, without sequence parallelism."""
         tensor = self.cuts.tensor
         return tensor.without_sequence() if tensor is not None and cached else tensor
 

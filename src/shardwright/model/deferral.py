@@ -50,9 +50,7 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self) -> Iterator[list[Product]]:
-        """Defer weight gradients of the backward pass in this context, to the list it
-        yields.
-        """
+        """Defer weight gradients of a backward pass in this context to the yielded list."""
         assert self._products is None, "one backward pass at a time"
         self._products = []
         try:
@@ -69,9 +67,7 @@ class WeightGradients:
 
 
 class _Owner(NamedTuple):
-    """The parameter and its store; in a tuple, so that autograd does not take it for an
-    input.
-    """
+    """Parameter and store; inside a tuple, autograd does not take them for inputs."""
 
     weight: nn.Parameter
     transposed: bool
@@ -83,28 +79,30 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: _Owner) -> Tensor:
-        ctx.owner = owner
+        ctx.reference = owner
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight.t() if owner.transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        owner: _Owner = ctx.owner
+        reference: _Owner = ctx.reference
         gradient = gradients[0]
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         # Detached: `flatten` returns a matrix itself, and stored tensors must not keep
         # autograd's graph.
         x_NI = x.detach().flatten(0, -2)
         gradient_NO = gradient.detach().flatten(0, -2)
-        x_gradient = gradient @ (weight.t() if owner.transposed else weight) if needs_x else None
+        x_gradient = (
+            gradient @ (weight.t() if reference.transposed else weight) if needs_x else None
+        )
         bias_gradient = gradient_NO.sum(0) if needs_bias else None
         weight_gradient = None
         if needs_weight:
-            products = owner.deferral._products
+            products = reference.deferral._products
             if products is not None:
-                products.append(Product(owner.weight, x_NI, gradient_NO, owner.transposed))
+                products.append(Product(reference.weight, x_NI, gradient_NO, reference.transposed))
             else:
-                left, right = (x_NI, gradient_NO) if owner.transposed else (gradient_NO, x_NI)
+                left, right = (x_NI, gradient_NO) if reference.transposed else (gradient_NO, x_NI)
                 weight_gradient = left.t() @ right
         return x_gradient, weight_gradient, bias_gradient, None

@@ -42,17 +42,13 @@ class DropoutKey:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Masks of one forward pass, or of one layer; `keys_BT` is the hash of their inputs so
-    far.
-    """
+    """Masks of one forward pass or one layer; `keys_BT` hashes their inputs so far."""
 
     keys_BT: Tensor
 
     @staticmethod
     def of(key: DropoutKey, places_T: Tensor, device: torch.device) -> Dropout:
-        """Hash seed, step, sample indices and token indices; all but token indices have 64
-        bits.
-        """
+        """Hash seed, step, sample indices (64 bits each) and token indices (32 bits)."""
         samples_B = key.sample_indices_B.to(device=device, dtype=torch.int64)
         state_B = torch.zeros_like(samples_B, dtype=torch.int32)
         for part in (key.seed, key.seed >> 32, key.step, key.step >> 32):
@@ -72,7 +68,7 @@ class Dropout:
         return Dropout(_mix(self.keys_BT ^ _signed(index + 1)))
 
     def drop(self, x_BTD: Tensor, rate: float, site: Site) -> Tensor:
-        """Zero each feature of each token with probability `rate`; divide the others by 1 -
+        """Zero each feature of each token with probability `rate`; divide others by 1 -
         rate.
         """
         keys_BT = _mix(self.keys_BT ^ site.value)

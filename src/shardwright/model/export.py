@@ -1,6 +1,6 @@
-"""Export of a model as a Hugging Face folder: config.json, weights, generation_config.json,
-tokenizer.
+"""Export of a model as a Hugging Face folder.
 
+It contains config.json, weights, generation_config.json and the tokenizer.
 `AutoModelForCausalLM.from_pretrained` loads the folder with equal logits;
 `tests/reference/test_export_families.py` checks that for every family. One tensor is in memory
 at a time: the header of a safetensors file needs only names, shapes and dtypes, and the
@@ -124,12 +124,14 @@ def write_folder(
     Args:
         out: the folder to create; a folder that is not empty is refused unless `overwrite`.
         read: returns a parameter's whole tensor by name; called in the decoder's order, once
-        per file with a part of it. dtype: dtype of the stored weights. tokenizer: saved into
-        the folder. Its ids, or null without a tokenizer, fill bos, eos and pad if the config
-        does not set them: transformers would otherwise assume those of the family's best-known
-        vocabulary. generation_config: content of generation_config.json; by default the special
-        ids of the config. check: called with the complete temporary folder; if it raises,
-        nothing is left on disk.
+            per file with a part of it.
+        dtype: dtype of the stored weights.
+        tokenizer: saved into the folder. Its ids, or null without a tokenizer, fill bos, eos
+            and pad if the config does not set them: transformers would otherwise assume those
+            of the family's best-known vocabulary.
+        generation_config: content of generation_config.json; by default the special ids of the
+            config.
+        check: called with the complete temporary folder; if it raises, nothing is left on disk.
 
     Raises:
         InputError: `out` exists.
@@ -315,9 +317,7 @@ def _check_vacant(out: Path, overwrite: bool) -> None:
 
 
 def _move(partial: Path, out: Path) -> None:
-    """Rename `partial` to `out`; an older `out` is deleted after that, or restored on
-    failure.
-    """
+    """Rename `partial` to `out`; delete an older `out` afterwards, or restore it on failure."""
     old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
     if out.exists():
         out.rename(old)

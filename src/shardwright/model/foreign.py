@@ -40,9 +40,7 @@ def build_decoder(
     compute_dtype: torch.dtype | None = None,
     expert_rules: ExpertRules | None = None,
 ) -> Decoder:
-    """Build the decoder of a shape, ours or transformers'; call it under
-    `torch.device("meta")`.
-    """
+    """Build the decoder of a shape; call it under `torch.device("meta")`."""
     kind = ForeignDecoder if isinstance(shape, ForeignShape) else Decoder
     return kind(
         shape,
@@ -64,9 +62,7 @@ class ForeignDecoder(Decoder):
 
     reads_root_backward = True
     interferes = True
-    """True if blocks are wrapped for precision and recomputation, and the loss applies the
-    head.
-    """
+    """True if blocks are wrapped (precision, recomputation) and the loss applies the head."""
 
     def _build(self, shape: ModelShape) -> None:
         """Add the class's modules; wrap its blocks and its head."""
@@ -228,8 +224,7 @@ class ForeignDecoder(Decoder):
         labels_BT: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Compute logits `[B, T, V]`, or with `labels_BT` the sum of the supervised tokens'
-        losses.
+        """Compute logits `[B, T, V]`, or with `labels_BT` the summed loss of supervised tokens.
 
         Labels are already shifted; -100 is not supervised. `positions_BT` is not used: the
         class's default positions start at 0 in every document, as ours do.
@@ -336,9 +331,7 @@ def _parameters_within(module: nn.Module) -> list[_Held]:
 
 
 def _own(output: Any) -> Any:
-    """Copy a block's output if it is a view: in-place operations on a view lose FSDP2's
-    hook.
-    """
+    """Copy a block's output if it is a view: in-place operations would lose FSDP2's hook."""
     if isinstance(output, tuple):
         return (_own(output[0]), *output[1:])
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output

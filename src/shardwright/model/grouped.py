@@ -17,10 +17,10 @@ _ALIGNED_BYTES = 16
 
 
 def grouped_product(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transposed: bool) -> Tensor:
-    """Multiply each row by its expert's matrix, `[M, F]`; the first counts[0] rows are expert
-    0's.
+    """Multiply each row by its expert's matrix, `[M, F]`; rows are sorted by expert.
 
-    `weight` is `[E, F, D]` if `transposed`, else `[E, D, F]`. The counts must sum to M:
+    The first counts[0] rows belong to expert 0. `weight` is `[E, F, D]` if `transposed`, else
+    `[E, D, F]`. The counts must sum to M:
     `F.grouped_mm` leaves rows after the last group, and their gradients, undefined. It does not
     support float64 and requires rows that start at multiples of 16 bytes; otherwise a loop over
     the experts runs, which synchronises with the host for the counts.

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from shardwright.model.tensor_cut import Vocabulary
 
 LossFunction = Callable[..., Tensor]
-"""(hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap) -> summed
-loss.
+"""Function from the head's inputs to the summed loss.
 
+Arguments: (hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap).
 Further keywords: `vocabulary`, if the head's rows are sharded over ranks, and `weights_N`, if
 losses of labels have weights.
 """

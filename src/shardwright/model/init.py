@@ -48,10 +48,12 @@ def initialise(
     """Compute a parameter's initial values, or those of a slice.
 
     Args:
-        spec: name, whole shape and scheme (`Normal`, `Uniform`, `Ones`, `Zeros`). seed: seed of
-        the run. dtype: dtype of the result, cast from float32 values. device: device of the
-        result. Values are always generated on the CPU, so that devices agree. narrow: (start,
-        length) per dim; the result is bit-equal to that slice of the whole.
+        spec: name, whole shape and scheme (`Normal`, `Uniform`, `Ones`, `Zeros`).
+        seed: seed of the run.
+        dtype: dtype of the result, cast from float32 values.
+        device: device of the result. Values are always generated on the CPU, so that devices
+            agree.
+        narrow: (start, length) per dim; the result is bit-equal to that slice of the whole.
 
     >>> spec = ParameterSpec("lm_head.weight", (4, 8), "head", layer=None, init=Normal(0.02))
     >>> whole = initialise(spec, seed=0, dtype=torch.float32)
@@ -108,9 +110,7 @@ def _fill_piece(
     seed: int,
     init: Normal | Uniform,
 ) -> None:
-    """Fill the part of `value`, slice `bounds` of a parameter, that lies in one tensor of the
-    files.
-    """
+    """Fill what `value`, slice `bounds` of a parameter, has of one tensor of the files."""
     overlap = piece.meet(bounds)
     if overlap is None:
         return

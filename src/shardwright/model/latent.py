@@ -22,9 +22,7 @@ from shardwright.model.rope import rotate
 
 
 class LatentAttention(Attention):
-    """Attention with keys and values from one latent per token, which is what the cache
-    stores.
-    """
+    """Attention with keys and values from one latent per token; the cache stores latents."""
 
     def add_projections(self, shape: ModelShape) -> None:
         """Register projections and norms, in the order of the weight files."""
@@ -108,9 +106,7 @@ class LatentAttention(Attention):
     def _expand(
         self, latent_BSL: Tensor, k_turned_B1SR: Tensor, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute keys `[B, H, S, E]` and values `[B, H, S, V]`; heads share the rotated
-        part.
-        """
+        """Compute keys `[B, H, S, E]` and values `[B, H, S, V]` of all heads."""
         latent = self.latent
         key_value = getattr(self, self.names.key_value)(latent_BSL, None, dropout)
         key_value = key_value.unflatten(-1, (-1, latent.nope_dim + latent.value_dim))

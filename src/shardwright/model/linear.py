@@ -21,8 +21,7 @@ from shardwright.model.dropout import Dropout
 
 
 class Linear(nn.Module):
-    """x @ weight (+ bias), with the weight stored `[out, in]`, or `[in, out]` if `transposed`
-    (GPT-2).
+    """x @ weight (+ bias); weight is `[out, in]`, or `[in, out]` if `transposed` (GPT-2).
 
     The cast implements mixed precision: parameters may stay fp32 while activations are bf16. If
     FSDP2 has gathered them in bf16, the cast does nothing.
@@ -131,9 +130,7 @@ class Linear(nn.Module):
         return squares_F.sqrt()
 
     def _drop(self, x: Tensor, rate: float, dropout: Dropout) -> Tensor:
-        """Apply masks by the feature's index in the whole model, so that they match one
-        process.
-        """
+        """Drop inputs by their index in the whole model, so that masks match one process."""
         first_feature = 0
         if self.cuts.tensor is not None and x.shape[-1] < self.num_in:
             first_feature = self.cuts.tensor.rank * x.shape[-1]

@@ -53,7 +53,7 @@ class WeightsFolder:
 
     Raises:
         WeightsError: no safetensors in the folder, a damaged or truncated file, an index that
-        does not fit its files.
+            does not fit its files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -103,7 +103,7 @@ class WeightsFolder:
 
         Raises:
             WeightsError: lists every tensor that is missing, surplus, of a wrong shape or
-            unsupported dtype, or tied by the config but stored with different values.
+                unsupported dtype, or tied by the config but stored with different values.
         """
         self._stored_as = self._match(shape)
         specs = shape.parameters()
@@ -189,7 +189,7 @@ class WeightsFolder:
         Args:
             name: the model's name of the parameter; `check` maps it to the name in the file.
             narrow: (start, length) per dim, or None for the whole dim; only these bytes are
-            read.
+                read.
         """
         if name in self._stacks:
             return self._read_stack(self._stacks[name], narrow, dtype).to(device=device)

@@ -29,9 +29,7 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
 }
-"""(gradient, input) -> gradient of the input, for activations whose gradient needs the
-input.
-"""
+"""(gradient, input) -> gradient of the input; activations without an entry do not need it."""
 
 
 def gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
@@ -45,7 +43,7 @@ def gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
 class _Gate(torch.autograd.Function):
     """activation(gate) * up that saves the two projections and recomputes the activation.
 
-    Saves one tensor of feed-forward width per layer.
+    This needs one tensor of feed-forward width less per layer.
     """
 
     @staticmethod

@@ -33,9 +33,7 @@ from shardwright.model.routing import (
 
 
 class Router(nn.Module):
-    """Linear layer from tokens to expert logits; the train step updates its balance bias by a
-    rule.
-    """
+    """Linear layer from tokens to expert logits; the train step updates its balance bias."""
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
@@ -195,9 +193,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def balance_bias(self) -> Tensor | None:
-        """Bias added to the scores for the choice of experts, `[E]`; None if the family has
-        none.
-        """
+        """Bias added to the scores for the choice of experts, `[E]`, or None."""
         router: Router = getattr(self, self.names.router)
         return router.balance_bias
 
@@ -222,8 +218,7 @@ class MixtureOfExperts(nn.Module):
     def run_experts(
         self, x_ND: Tensor, routing: Routing, meanwhile: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the weighted sum of each token's experts, `[N, D]`, and the result of
-        `meanwhile`.
+        """Compute the weighted sum of each token's experts, `[N, D]`, and `meanwhile`'s result.
 
         `meanwhile` runs during the communication of expert parallelism.
         """
@@ -246,9 +241,7 @@ class MixtureOfExperts(nn.Module):
         return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
 
     def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
-        """Choose experts; in training also count, drop beyond capacity and add router
-        losses.
-        """
+        """Choose experts; in training also count, limit to capacity, and add router losses."""
         router: Router = getattr(self, self.names.router)
         logits_NE = router(x_BTD.flatten(0, 1))
         experts_NK, weights_NK, probabilities_NE = choose_experts(
@@ -283,8 +276,7 @@ class MixtureOfExperts(nn.Module):
     def _losses(
         self, experts_BTK: Tensor, probabilities_NE: Tensor, logits_NE: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute balance and z losses summed over rows; under context parallelism this rank's
-        part.
+        """Compute balance and z losses summed over rows, or this context rank's part of them.
 
         The experts' shares of tokens have no gradient, so only their counts are summed over a
         row's ranks; each rank uses its own tokens' part of the mean probabilities.

@@ -33,9 +33,7 @@ TABLE = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _ELEMENTS_AT_ONCE = 1 << 24
-"""Matrix elements converted at a time: fp32 values and indices take about ten times the
-bytes.
-"""
+"""Matrix elements converted at a time, which need about ten times their packed bytes."""
 
 ReadSlice = Callable[[str, Sequence[tuple[int, int]]], Tensor]
 """(parameter name, (start, length) per dim) -> slice of the parameter."""
@@ -89,9 +87,7 @@ def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """Build the two values of every byte, `[256, 2]`; the first element is in the upper 4
-    bits.
-    """
+    """Build the two values of every byte, `[256, 2]`; the first is in the upper 4 bits."""
     table = torch.tensor(TABLE, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
 
@@ -117,9 +113,7 @@ def packed_slice(
 def held_slice(
     matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: ReadSlice, dtype: torch.dtype
 ) -> Tensor:
-    """Read a slice of a matrix with the values of the forward pass: quantised and
-    dequantised.
-    """
+    """Read a slice of a matrix, quantised and dequantised as in the forward pass."""
     columns = matrix.shape[-1]
     start, length = narrow[-1]
     rows = read(matrix.name, (*narrow[:-1], (0, columns)))
@@ -127,7 +121,7 @@ def held_slice(
 
 
 def linear(x: Tensor, packed_FP: Tensor, num_in: int) -> Tensor:
-    """Compute x @ W^T in x's precision, for a packed W with `num_in` columns or a shard of
+    """Compute x @ W^T in x's precision; the packed W has `num_in` columns or a shard of
     them.
     """
     product: Tensor = _Product.apply(x, packed_FP, columns_of(packed_FP.shape[1], num_in))

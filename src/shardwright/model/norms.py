@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (offset + weight); Gemma has `offset` 1 and initial weights
-    0.
-    """
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); `offset` is 1 for Gemma, else 0."""
 
     def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()

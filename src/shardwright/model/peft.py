@@ -107,8 +107,8 @@ def _stored(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def join_experts(spec: ParameterSpec, tensor: Tensor) -> Tensor:
-    """Join the experts' matrices as in peft: A `[E, R, D]` to `[E R, D]`, B `[E, F, R]` to `[F,
-    R E]`.
+    """Join experts' matrices as in peft: A `[E, R, D] -> [E R, D]`, B `[E, F, R] -> [F, R
+    E]`.
     """
     return tensor.flatten(0, 1) if spec.part == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
 

@@ -36,9 +36,7 @@ def inverse_frequencies(rope: RopeShape, device: torch.device | str | None = Non
 
 
 def _llama3(rope: RopeShape, plain: Tensor) -> Tensor:
-    """Scale frequencies as Llama 3.1: divide low ones by the factor, interpolate linearly, keep
-    high ones.
-    """
+    """Scale frequencies as Llama 3.1: divide low ones, keep high ones, interpolate linearly."""
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     unscaled = (
         (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -76,8 +74,7 @@ def _yarn(rope: RopeShape, plain: Tensor) -> Tensor:
 def rope_tables(
     rope: RopeShape, positions_BT: Tensor, lengths_BT: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of every position's angles, `[B, T, R / 2]`, in fp64, cast to
-    `dtype`.
+    """Compute cos and sin of all angles, `[B, T, R / 2]`, in fp64, then cast to `dtype`.
 
     `lengths_BT` is the length of each token's document, by which longrope chooses its factors.
     transformers chooses them once per batch, by its largest position, so a document's rotation

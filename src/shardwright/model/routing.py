@@ -4,9 +4,10 @@ Two losses act on the router in training. With f_e the share of a row's tokens t
 expert e (its tokens / T, so a row's shares sum to the experts per token), P_e the row's mean
 probability of e, and E experts:
 
-    balance   E x sum over e of f_e P_e      (Switch Transformer, arXiv 2101.03961, equations 4
-    to 6, for one row and layer) z         mean over tokens of (logsumexp of the logits)^2
-    (ST-MoE, arXiv 2202.08906, equation 5)
+    balance   E x sum over e of f_e P_e
+              (Switch Transformer, arXiv 2101.03961, equations 4 to 6, for one row and layer)
+    z         mean over tokens of (logsumexp of the logits)^2
+              (ST-MoE, arXiv 2202.08906, equation 5)
 
 Both are computed per row and averaged over the sparse layers and over the rows of the global
 batch, so they do not depend on layout or accumulation. They are added to the gradient directly,
@@ -229,9 +230,7 @@ def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def count_tokens_by_row(experts_BTK: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens of each expert in each row, `[B, E]`, int64; no dropped choices
-    allowed.
-    """
+    """Count the tokens of each expert in each row, `[B, E]`; dropped choices not allowed."""
     flat_BM = experts_BTK.flatten(1)
     counts = flat_BM.new_zeros(flat_BM.shape[0], num_experts).scatter_add_(
         1, flat_BM, torch.ones_like(flat_BM)

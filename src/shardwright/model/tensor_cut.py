@@ -16,9 +16,7 @@ from torch import Tensor
 
 
 class Vocabulary(Protocol):
-    """Hooks of a vocabulary sharded over ranks; `numerics.VocabularyShard` adds those of
-    losses.
-    """
+    """Hooks of a vocabulary sharded over ranks. Losses use more: `numerics.VocabularyShard`."""
 
     @property
     def whole(self) -> Callable[[Tensor], Tensor]:
@@ -56,9 +54,7 @@ class TensorCut(Protocol):
         ...
 
     def leave(self, partial_BLD: Tensor) -> Tensor:
-        """Sum the partial outputs of a row-parallel product into the residual stream, `[B, S,
-        D]`.
-        """
+        """Sum a row-parallel product's partial outputs to the residual stream, `[B, S, D]`."""
         ...
 
     def share(self, x_BL: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""transformers' model classes: shapes of models that our decoder does not support, and their
-modules.
+"""Shapes and modules of transformers' model classes, for families our decoder lacks.
 
 The only file of this package that imports transformers, inside functions.
 """
@@ -42,11 +41,11 @@ _PROBE_TOKENS = 5
 
 
 def read_shape(config: Mapping[str, Any] | str | Path, section: ModelSection) -> ModelShape:
-    """Read the shape of a recipe's model; of a family unknown here from transformers' class.
+    """Read the shape of a recipe's model, by transformers' class if our decoder lacks it.
 
     Raises:
         ArchitectureError: transformers does not know the family either, or the model has a
-        feature that is not supported, by name.
+            feature that is not supported, by name.
     """
     content = read_content(config)
     if content.get("model_type") in FAMILIES:
@@ -475,8 +474,6 @@ def _initial_vectors(module: nn.Module, part: nn.Module) -> dict[str, Init]:
 
 
 def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    """Make a placeholder of NaN; one element is enough for a matrix, since only vectors are
-    read.
-    """
+    """Make a NaN placeholder; a matrix becomes one element, since only vectors are read."""
     shape = parameter.shape if parameter.ndim == 1 else (1,) * parameter.ndim
     return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)
