@@ -112,7 +112,7 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
         shape.class_name,
         ""
         if shape.plain_head
-        else "; its logits are not only the head's product, so all are in memory",
+        else "; its logits are not only the head's product, so the full logits are in memory",
     )
     return shape
 
@@ -242,7 +242,7 @@ def _refuse_strangers(config: Any, content: Mapping[str, Any]) -> None:
         ),
         "is_decoder": (
             getattr(config, "is_decoder", True) is False,
-            "otherwise tokens attend to later tokens: the model is not causal",
+            "must be true: otherwise tokens attend to later tokens",
         ),
         "quantization_config": (
             content.get("quantization_config") is not None,

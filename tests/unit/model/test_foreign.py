@@ -142,7 +142,7 @@ def test_what_is_read_of_a_class() -> None:
         ({"model_type": "no_such_model"}, {}, "neither our decoder nor transformers supports"),
         (FOREIGN["opt"] | {"dropout": 0.1}, {}, r"model.dropout: .*dropout: 0.1.*model.dropout: off"),
         (FOREIGN["opt"] | {"layerdrop": 0.1}, {}, "layerdrop: 0.1"),
-        ({"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2}, {}, "is_decoder: otherwise tokens attend"),
+        ({"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2}, {}, "is_decoder: must be true"),
         ({"model_type": "bart"}, {}, "is_encoder_decoder"),
         (FOREIGN["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "quantization_config"),
         (FOREIGN["phi"] | {"hidden_act": "no_such_activation"}, {}, "transformers cannot build it"),
