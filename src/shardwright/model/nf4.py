@@ -121,9 +121,7 @@ def held_slice(
 
 
 def linear(x: Tensor, packed_FP: Tensor, num_in: int) -> Tensor:
-    """Compute x @ W^T in x's precision; the packed W has `num_in` columns or a shard of
-    them.
-    """
+    """Compute x @ W^T in x's precision; packed W has `num_in` columns or a shard of them."""
     product: Tensor = _Product.apply(x, packed_FP, columns_of(packed_FP.shape[1], num_in))
     return product
 

@@ -38,6 +38,12 @@ log = logging.getLogger("shardwright")
 _ANY_POSITIONS = 1 << 31
 """`max_position_embeddings` of a model without a maximum sequence length."""
 _PROBE_TOKENS = 5
+_REFUSAL_REASONS = {
+    "is_encoder_decoder": "encoder-decoder models are not supported",
+    "is_decoder": "must be true: otherwise tokens attend to later tokens",
+    "quantization_config": "quantised weights cannot be trained",
+    "text_config": "it has more than a language model: save the language model separately",
+}
 
 
 def read_shape(config: Mapping[str, Any] | str | Path, section: ModelSection) -> ModelShape:
@@ -64,21 +70,19 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
     _refuse_strangers(config, content)
     if section.dropout == "off":
         _silence(config)
-    module = _instantiate(
-        config, section.path if section.trust_remote_code else None, torch.device("meta")
-    )
+    code = section.path if section.trust_remote_code else None
+    module = _instantiate(config, code, torch.device("meta"))
     _refuse_unsound(module, config)
     ties = _ties_of(module)
     blocks = _find_blocks(module)
     _refuse_shared(ties, blocks)
     head = module.get_output_embeddings()  # type: ignore[operator]
     if head is None:
-        raise ArchitectureError(
-            "has no projection to the vocabulary", field="model_type", got=repr(family)
-        )
+        raise _build_error("has no projection to the vocabulary", repr(family))
     plain_head, called = _pass_through(module, head)
     width = int(config.hidden_size)
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    max_positions = getattr(config, "max_position_embeddings", None)
     shape = ForeignShape(
         family=str(family),
         vocab_size=int(head.weight.shape[0]),
@@ -87,9 +91,7 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads if heads else 0,
-        max_position_embeddings=int(
-            getattr(config, "max_position_embeddings", None) or _ANY_POSITIONS
-        ),
+        max_position_embeddings=int(max_positions or _ANY_POSITIONS),
         layers=(LayerShape(attention_scale=1.0),) * len(module.get_submodule(blocks)),  # type: ignore[arg-type]
         names=Names(root=str(module.base_model_prefix)),
         tied_embeddings=bool(ties),
@@ -102,7 +104,7 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
         head=_name_of(module, head),
         plain_head=plain_head,
         without_dropout=section.dropout == "off",
-        code=section.path if section.trust_remote_code else None,
+        code=code,
     )
     log.info(
         "%s is not a family of our decoder: it runs through transformers' %s, "
@@ -235,26 +237,14 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _refuse_strangers(config: Any, content: Mapping[str, Any]) -> None:
     """Refuse a configuration that is not a causal language model of one stack of blocks."""
-    refusals = {
-        "is_encoder_decoder": (
-            bool(getattr(config, "is_encoder_decoder", False)),
-            "encoder-decoder models are not supported",
-        ),
-        "is_decoder": (
-            getattr(config, "is_decoder", True) is False,
-            "must be true: otherwise tokens attend to later tokens",
-        ),
-        "quantization_config": (
-            content.get("quantization_config") is not None,
-            "quantised weights cannot be trained",
-        ),
-        "text_config": (
-            config.get_text_config() is not config,
-            "it has more than a language model: save the language model separately",
-        ),
+    is_refused = {
+        "is_encoder_decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "is_decoder": getattr(config, "is_decoder", True) is False,
+        "quantization_config": content.get("quantization_config") is not None,
+        "text_config": config.get_text_config() is not config,
     }
-    for field, (is_refused, reason) in refusals.items():
-        if is_refused:
+    for field, reason in _REFUSAL_REASONS.items():
+        if is_refused[field]:
             raise ArchitectureError(reason, field=field, got=repr(content.get(field)))
 
 
@@ -289,21 +279,18 @@ def _refuse_unsound(module: nn.Module, config: Any) -> None:
             got=", ".join(rates),
             remedy="Train without it: model.dropout: off",
         )
-    if root_parameters := [
-        name for name, parameter in module._parameters.items() if parameter is not None
-    ]:
-        raise ArchitectureError(
-            "has a parameter outside its submodules",
-            field="model_type",
-            got=f"{config.model_type}: {root_parameters[0]}",
-        )
+    root_parameters = [name for name, value in module._parameters.items() if value is not None]
+    if root_parameters:
+        got = f"{config.model_type}: {root_parameters[0]}"
+        raise _build_error("has a parameter outside its submodules", got)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if buffers := sorted(set(module.state_dict()) - set(parameters)):
-        raise ArchitectureError(
-            "has saved state that is not a parameter",
-            field="model_type",
-            got=f"{config.model_type}: {buffers[0]}",
-        )
+        got = f"{config.model_type}: {buffers[0]}"
+        raise _build_error("has saved state that is not a parameter", got)
+
+
+def _build_error(reason: str, got: str) -> ArchitectureError:
+    return ArchitectureError(reason, field="model_type", got=got)
 
 
 def _ties_of(module: nn.Module) -> dict[str, str]:
@@ -319,32 +306,19 @@ def _ties_of(module: nn.Module) -> dict[str, str]:
 
 def _find_blocks(module: nn.Module) -> str:
     """Find the blocks: the module list with the most parameter elements."""
-    lists = {
-        name: part
-        for name, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) and len(part)
-    }
+    modules = module.named_modules()
+    lists = {name: part for name, part in modules if isinstance(part, nn.ModuleList) and len(part)}
     if not lists:
-        raise ArchitectureError(
-            "has no list of blocks to shard separately",
-            field="model_type",
-            got=type(module).__name__,
-        )
-    return max(
-        lists, key=lambda name: (sum(p.numel() for p in lists[name].parameters()), -len(name))
-    )
+        raise _build_error("has no list of blocks to shard separately", type(module).__name__)
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in lists.items()}
+    return max(lists, key=lambda name: (sizes[name], -len(name)))
 
 
 def _refuse_shared(ties: dict[str, str], blocks: str) -> None:
-    tied_in_blocks = [
-        name for pair in ties.items() for name in pair if name.startswith(f"{blocks}.")
-    ]
-    if tied_in_blocks:
-        raise ArchitectureError(
-            "blocks share a parameter, but each block is sharded separately",
-            field="model_type",
-            got=tied_in_blocks[0],
-        )
+    names = [name for pair in ties.items() for name in pair]
+    shared = next((name for name in names if name.startswith(f"{blocks}.")), None)
+    if shared is not None:
+        raise _build_error("blocks share a parameter, but are sharded separately", shared)
 
 
 def _name_of(module: nn.Module, wanted: nn.Module) -> str:
@@ -367,12 +341,11 @@ def _pass_through(module: nn.Module, head: nn.Module) -> tuple[bool, set[str]]:
     def record(name: str) -> Callable[..., None]:
         return lambda *_arguments: called.add(name)
 
-    linear = [
-        (name, part)
+    handles = [
+        part.register_forward_pre_hook(record(name))
         for name, part in module.named_modules()
         if isinstance(part, nn.Linear) and part is not head
     ]
-    handles = [part.register_forward_pre_hook(record(name)) for name, part in linear]
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     # To build a mask, many classes read values; with a mask given, some compute positions from
     # it, unless these are given too.
@@ -380,11 +353,8 @@ def _pass_through(module: nn.Module, head: nn.Module) -> tuple[bool, set[str]]:
     positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
     head.forward = return_input
     is_plain = False
-    for inputs in (
-        {},
-        {"attention_mask": mask},
-        {"attention_mask": mask, "position_ids": positions},
-    ):
+    masked = {"attention_mask": mask}
+    for inputs in ({}, masked, masked | {"position_ids": positions}):
         head_inputs.clear()
         called.clear()
         with torch.no_grad(), contextlib.suppress(Exception):
@@ -434,10 +404,8 @@ def _specs(
 def _initial_matrix(part: nn.Module, std: float) -> Init:
     if isinstance(part, nn.Embedding):
         return Normal(std, part.padding_idx)
-    is_linear = isinstance(part, nn.Linear | nn.Conv1d) or type(part).__name__ in (
-        "Conv1D",
-        "FalconLinear",
-    )
+    class_names = ("Conv1D", "FalconLinear")
+    is_linear = isinstance(part, nn.Linear | nn.Conv1d) or type(part).__name__ in class_names
     return Normal(std) if is_linear else ByClass()
 
 
@@ -446,9 +414,8 @@ def _initial_vectors(module: nn.Module, part: nn.Module) -> dict[str, Init]:
 
     Runs the class's initialisation on a copy of the module without its children.
     """
-    vectors = [
-        name for name, parameter in part.named_parameters(recurse=False) if parameter.ndim == 1
-    ]
+    parameters = part.named_parameters(recurse=False)
+    vectors = [name for name, parameter in parameters if parameter.ndim == 1]
     if not vectors:
         return {}
     copied = copy.copy(part)
@@ -463,13 +430,9 @@ def _initial_vectors(module: nn.Module, part: nn.Module) -> dict[str, Init]:
     for name in vectors:
         value = copied._parameters[name]
         assert value is not None
-        inits[name] = (
-            Ones()
-            if bool((value == 1.0).all())
-            else Zeros()
-            if bool((value == 0.0).all())
-            else ByClass()
-        )
+        is_one = bool((value == 1.0).all())
+        is_zero = bool((value == 0.0).all())
+        inits[name] = Ones() if is_one else Zeros() if is_zero else ByClass()
     return inits
 
 
