@@ -67,7 +67,7 @@ def test_experts_over_ranks_give_the_curve_of_one_process(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("moe", "words", "told"),
     [
-        ({"bias_update_rate": 0.1}, [], "moe.bias_update_rate: a mixtral model has no balance biases to move"),
+        ({"bias_update_rate": 0.1}, [], "moe.bias_update_rate: a mixtral model has no balance biases to update"),
         (
             {},
             ["--nproc", "3", "--layout", "ep=3", "--set", "training.global_batch_size=9"],

@@ -107,7 +107,7 @@ def test_positions_end(folder: Path, decoder: Decoder) -> None:
     slid = complete(decoder, tokenizer, STORY, greedy, max_new_tokens=150, slide=True)
     assert slid.stopped == "length"
     assert slid.text.startswith(stopped.text)
-    with pytest.raises(InputError, match=r"longer than the model's positions.*at most 256"):
+    with pytest.raises(InputError, match=r"longer than the model allows.*at most 256"):
         generate(decoder, tokenizer, STORY + STORY, max_new_tokens=1)
 
 

@@ -1,4 +1,4 @@
-"""What a model is, from its config.json: shapes, parameters by name, counts. Torch-free."""
+"""Model shapes read from config.json, with parameters by name and counts. Torch-free."""
 
 from shardwright.architecture.adapters import AdapterShape
 from shardwright.architecture.cut import cut

@@ -1,9 +1,11 @@
 """Parameters per part and model FLOPs per token. Torch-free.
 
-The convention: 6 FLOPs per token and element of a matrix (2 forward, 4 backward), and 12 x query width x keys for the two
-products of attention, `keys` being those that a causal token sees on average: (T + 1) / 2, fewer under a window. PaLM (arXiv
-2204.02311, appendix B) counts T keys, the half that the causal mask discards included; we count only work that the function
-needs, as the FlashAttention papers do. Recomputation, norms, rotations, activations and look-ups are not counted.
+Convention: 6 FLOPs per token and matrix element (2 forward, 4 backward), and 12 x query width x
+keys for the two matrix products of attention. `keys` is the mean number of keys that a causal
+token attends to: (T + 1) / 2, fewer with a sliding window. PaLM (arXiv 2204.02311, appendix B)
+counts T keys, including the half that the causal mask discards; we count only necessary work,
+as the FlashAttention papers do. Recomputation, norms, rotary embeddings, activations and
+embedding look-ups are not counted.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from collections.abc import Iterable
 from shardwright.architecture.parameters import ParameterSpec, Role
 
 EXPERT_ROLES: tuple[Role, ...] = ("expert_gate_up", "expert_down")
-"""Roles of parameters that hold all experts of a layer, of which a token meets a few."""
+"""Roles of parameters that stack all experts of a layer; a token uses only some of them."""
 
 _PARTS = {
     "embedding": ("embedding", "positions"),
     "attention": (
         "query", "key", "value", "qkv", "attention_out", "query_norm", "key_norm", "sinks",
-        "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm", "key_value",
+        "query_latent", "query_latent_norm", "key_value_latent", "key_value_latent_norm",
+        "key_value",
     ),
     "feed_forward": ("gate", "up", "gate_up", "down"),
     "experts": EXPERT_ROLES,
@@ -32,7 +35,10 @@ _LOOKED_UP = ("embedding", "positions")
 
 
 def parameters_by_part(specs: Iterable[ParameterSpec]) -> dict[str, int]:
-    """Elements of the parameters per part: embedding, attention, feed_forward, experts, router, norm, head."""
+    """Count parameter elements per part of the model.
+
+    Parts: embedding, attention, feed_forward, experts, router, norm, head, other.
+    """
     counts = dict.fromkeys(_PARTS, 0)
     part_of = {role: part for part, roles in _PARTS.items() for role in roles}
     for spec in specs:
@@ -40,21 +46,24 @@ def parameters_by_part(specs: Iterable[ParameterSpec]) -> dict[str, int]:
     return counts
 
 
-def matmul_parameters(specs: Iterable[ParameterSpec], *, tied: bool, active_share: float = 1.0) -> float:
-    """Elements of the matrices that each token is multiplied with; a tied embedding counts as the head that it serves as.
+def matmul_parameters(
+    specs: Iterable[ParameterSpec], *, tied: bool, active_share: float = 1.0
+) -> float:
+    """Count the elements of all matrices that a token is multiplied with.
 
-    `active_share` is the share of a layer's experts that a token is sent to: the others' matrices cost it nothing.
+    A tied embedding counts, as the head. `active_share` is the fraction of a layer's experts
+    that a token uses; only this fraction of the experts' elements counts.
     """
     total = 0.0
     for spec in specs:
-        looked_up = spec.role in _LOOKED_UP and not (tied and spec.role == "embedding")
-        if len(spec.shape) >= 2 and not looked_up and not spec.is_bias:
+        is_lookup = spec.role in _LOOKED_UP and not (tied and spec.role == "embedding")
+        if len(spec.shape) >= 2 and not is_lookup and not spec.is_bias:
             total += spec.num_elements * (active_share if spec.role in EXPERT_ROLES else 1.0)
     return total
 
 
 def mean_visible_keys(sequence_length: int, window: int | None) -> float:
-    """Keys that a token of a causal sequence sees on average, itself included.
+    """Compute the mean number of keys that a causal token attends to, itself included.
 
     >>> mean_visible_keys(4, None), mean_visible_keys(4, 2)
     (2.5, 1.75)
@@ -64,6 +73,11 @@ def mean_visible_keys(sequence_length: int, window: int | None) -> float:
     return (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
 
 
-def attention_flops_per_token(query_width: int, value_width: int, sequence_length: int, window: int | None) -> float:
-    """Model FLOPs, forward and backward, of one layer's two attention products for one token; widths are of all heads."""
+def attention_flops_per_token(
+    query_width: int, value_width: int, sequence_length: int, window: int | None
+) -> float:
+    """Count the model FLOPs of one layer's two attention products for one token.
+
+    Forward and backward; `query_width` and `value_width` are summed over all heads.
+    """
     return 6.0 * (query_width + value_width) * mean_visible_keys(sequence_length, window)

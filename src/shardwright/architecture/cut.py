@@ -1,4 +1,4 @@
-"""A smaller model of the same family with the same odd features, for checks that need the function and not the size."""
+"""Reduction of a model shape to a small one of the same family and features, for checks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def cut(
     vocab_size: int | None = None,
     sequence_length: int | None = None,
 ) -> ModelShape:
-    """`shape` with fewer layers, less width, fewer tokens; None keeps what it is, and nothing ever grows.
+    """Shrink `shape` to the given sizes; None leaves a size as it is, and no size grows.
 
-    The layers that stay cover every kind there is (window or none, rotation or none, experts or none), as far as their number
-    allows. A narrower model keeps the ratios of query to key heads, of the heads' width to the model's and of the
-    feed-forward's; experts get narrower, not fewer.
-    With `sequence_length`, windows that would not bite in such a sequence shrink to half of it.
+    The remaining layers cover all kinds of layers (with and without window, rotary embedding
+    and experts) as far as `num_layers` allows. A narrower model keeps the ratios of query heads
+    to key heads, of head width to model width and of feed-forward width to model width. Experts
+    become narrower; their number stays. With `sequence_length`, sliding windows that are not
+    shorter than a sequence become half of it.
 
     Raises:
-        ArchitectureError: a width that these ratios do not divide.
+        ArchitectureError: `hidden_size` is not divisible as these ratios require.
     """
     config = shape.to_config()
     if num_layers is not None and num_layers < shape.num_layers:
@@ -47,13 +48,15 @@ def cut(
         config["vocab_size"] = vocab_size
         if shape.padding_row is not None:
             config["pad_token_id"] = min(shape.padding_row, vocab_size - 1)
-    if sequence_length is not None and any((layer.window or 0) >= sequence_length for layer in shape.layers):
+    if sequence_length is not None and any(
+        (layer.window or 0) >= sequence_length for layer in shape.layers
+    ):
         config["sliding_window"] = max(1, sequence_length // 2)
     return read_config(config)
 
 
 def _named(shape: ModelShape, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields under the names that the family's file uses."""
+    """Rename the fields as in the family's config.json."""
     if shape.family != "gpt2":
         return dict(values)
     return {_GPT2_NAMES.get(name, name): value for name, value in values.items()}
@@ -65,14 +68,16 @@ def _fewer_layers(shape: ModelShape, config: Mapping[str, Any], num_layers: int)
         first_of_kind.setdefault((layer.window, layer.rope, layer.sparse), index)
     first = sorted(first_of_kind.values())
     rest = [index for index in range(shape.num_layers) if index not in first]
-    kept = [shape.layers[index] for index in sorted((first + rest)[:num_layers])]
+    layers = [shape.layers[index] for index in sorted((first + rest)[:num_layers])]
     fields = _named(shape, {"num_hidden_layers": num_layers})
     if len({layer.window for layer in shape.layers}) > 1:
-        fields["layer_types"] = ["full_attention" if layer.window is None else "sliding_attention" for layer in kept]
+        fields["layer_types"] = [
+            "full_attention" if layer.window is None else "sliding_attention" for layer in layers
+        ]
     if any(layer.rope is None for layer in shape.layers) and shape.ropes:
-        fields["no_rope_layers"] = [int(layer.rope is not None) for layer in kept]
+        fields["no_rope_layers"] = [int(layer.rope is not None) for layer in layers]
     if shape.experts is not None and not all(layer.sparse for layer in shape.layers):
-        dense = [index for index, layer in enumerate(kept) if not layer.sparse]
+        dense = [index for index, layer in enumerate(layers) if not layer.sparse]
         if shape.latent is not None:
             fields["first_k_dense_replace"] = len(dense)
         else:
@@ -84,12 +89,15 @@ def _less_width(shape: ModelShape, config: Mapping[str, Any], hidden_size: int) 
     group = shape.num_heads // shape.num_kv_heads
     relative_width = shape.query_width / shape.hidden_size
     kv_heads = min(shape.num_kv_heads, _MAX_KV_HEADS)
-    while kv_heads > 1 and (hidden_size % (kv_heads * group) or hidden_size // (kv_heads * group) < _MIN_HEAD_DIM):
+    while kv_heads > 1 and (
+        hidden_size % (kv_heads * group) or hidden_size // (kv_heads * group) < _MIN_HEAD_DIM
+    ):
         kv_heads -= 1
     heads = kv_heads * group
     if hidden_size % (2 * heads):
         raise ArchitectureError(
-            f"{heads} heads of even width do not fit ({group} query heads share one key head)",
+            f"the width does not divide into {heads} heads of even width "
+            f"({group} query heads per key head)",
             field="hidden_size",
             got=hidden_size,
             allowed=f"a multiple of {2 * heads}",
@@ -99,9 +107,13 @@ def _less_width(shape: ModelShape, config: Mapping[str, Any], hidden_size: int) 
     sizes = {"hidden_size": hidden_size, "num_attention_heads": heads, "intermediate_size": inner}
     fields = _named(shape, sizes)
     if shape.experts is not None and "moe_intermediate_size" in config:
-        fields["moe_intermediate_size"] = _narrowed(shape.experts.intermediate_size, shape, hidden_size)
+        fields["moe_intermediate_size"] = _narrowed(
+            shape.experts.intermediate_size, shape, hidden_size
+        )
     if shape.latent is not None:
-        fields |= {"num_key_value_heads": kv_heads} | _narrower_latents(shape.latent, head_dim, shape.head_dim)
+        fields |= {"num_key_value_heads": kv_heads} | _narrower_latents(
+            shape.latent, head_dim, shape.head_dim
+        )
     elif shape.family not in ("gpt2", "gpt_neox"):
         fields |= {"num_key_value_heads": kv_heads, "head_dim": head_dim}
     if "query_pre_attn_scalar" in config or shape.attention_soft_cap is not None:
@@ -114,12 +126,14 @@ def _less_width(shape: ModelShape, config: Mapping[str, Any], hidden_size: int) 
 
 
 def _narrowed(inner: int, shape: ModelShape, hidden_size: int) -> int:
-    """The width of a feed-forward in the ratio of the models' widths, a multiple of 8."""
+    """Scale a feed-forward width with the model's width, to a multiple of 8."""
     return max(8, round(inner * hidden_size / shape.hidden_size / 8) * 8)
 
 
-def _narrower_latents(latent: LatentShape, head_dim: int, whole_head_dim: int) -> dict[str, int | None]:
-    """The parts of a head and the latents in the ratio of the heads; the rotated part stays even."""
+def _narrower_latents(
+    latent: LatentShape, head_dim: int, whole_head_dim: int
+) -> dict[str, int | None]:
+    """Scale head parts and latent ranks with the head's width; `rope_dim` stays even."""
     ratio = head_dim / whole_head_dim
     rope_dim = min(max(2, round(latent.rope_dim * ratio / 2) * 2), head_dim - 1)
     return {
@@ -127,14 +141,16 @@ def _narrower_latents(latent: LatentShape, head_dim: int, whole_head_dim: int) -
         "qk_nope_head_dim": head_dim - rope_dim,
         "v_head_dim": max(1, round(latent.value_dim * ratio)),
         "kv_lora_rank": max(2, round(latent.key_value_rank * ratio)),
-        "q_lora_rank": None if latent.query_rank is None else max(2, round(latent.query_rank * ratio)),
+        "q_lora_rank": None
+        if latent.query_rank is None
+        else max(2, round(latent.query_rank * ratio)),
         "head_dim": rope_dim,
         "qk_head_dim": head_dim,
     }
 
 
 def _fewer_factors(rope: Mapping[str, Any], ratio: float) -> dict[str, Any]:
-    """longrope's lists, thinned out evenly to the pairs of a narrower head."""
+    """Select evenly spaced longrope factors for the feature pairs of a narrower head."""
     thinned = dict(rope)
     for name in ("short_factor", "long_factor"):
         factors = rope[name]

@@ -1,4 +1,7 @@
-"""One reader per family: fields of a config.json -> ModelShape. Defaults are those of transformers' configuration classes."""
+"""One reader per model family: fields of a config.json -> ModelShape.
+
+Defaults are those of transformers' configuration classes.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +35,35 @@ def _mistral(fields: Fields) -> ModelShape:
 
 
 def _qwen2(fields: Fields) -> ModelShape:
-    return replace(read_qwen_windows(fields, read_llama_like(fields, kv_heads_default=False)), qkv_bias=True)
+    return replace(
+        read_qwen_windows(fields, read_llama_like(fields, kv_heads_default=False)), qkv_bias=True
+    )
 
 
 def _qwen3(fields: Fields) -> ModelShape:
-    shape = read_biases(fields, read_llama_like(fields, kv_heads_default=False, head_dim=128), mlp=False)
+    shape = read_biases(
+        fields, read_llama_like(fields, kv_heads_default=False, head_dim=128), mlp=False
+    )
     return replace(read_qwen_windows(fields, shape), qk_norm="head")
 
 
 def _phi3(fields: Fields) -> ModelShape:
-    fields.only("embd_pdrop", (0, 0.0, None), "transformers never applies this dropout, and neither do we")
-    shape = read_one_window(fields, read_llama_like(fields, eps=1e-5, pad=32000, original_max_positions=4096), None)
-    return replace(shape, names=names.PHI3, qkv_layout="blocks", residual_dropout=fields.probability("resid_pdrop"))
+    fields.only(
+        "embd_pdrop", (0, 0.0, None), "transformers ignores this dropout; it is not supported"
+    )
+    shape = read_one_window(
+        fields, read_llama_like(fields, eps=1e-5, pad=32000, original_max_positions=4096), None
+    )
+    return replace(
+        shape,
+        names=names.PHI3,
+        qkv_layout="blocks",
+        residual_dropout=fields.probability("resid_pdrop"),
+    )
 
 
 def _gemma(fields: Fields, shape: ModelShape, *, final_cap: float | None) -> ModelShape:
-    fields.take("hidden_act")  # older files carry it beside hidden_activation, the one that is read
+    fields.take("hidden_act")  # older files have it beside hidden_activation, which is used
     scale = fields.number("query_pre_attn_scalar", 256, exclusive=True) ** -0.5
     return replace(
         read_biases(fields, shape, mlp=False),
@@ -60,7 +76,9 @@ def _gemma(fields: Fields, shape: ModelShape, *, final_cap: float | None) -> Mod
 
 
 def _soft_cap(fields: Fields, name: str, default: float | None) -> float | None:
-    return None if fields.take(name, default) is None else fields.number(name, default, exclusive=True)
+    return (
+        None if fields.take(name, default) is None else fields.number(name, default, exclusive=True)
+    )
 
 
 _GEMMA_DEFAULTS: dict[str, Any] = {
@@ -76,7 +94,9 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
 def _gemma2(fields: Fields) -> ModelShape:
     shape = _gemma(fields, read_llama_like(fields, **_GEMMA_DEFAULTS), final_cap=30.0)
     shape = replace(shape, attention_soft_cap=_soft_cap(fields, "attn_logit_softcapping", 50.0))
-    kinds = ["sliding_attention" if (i + 1) % 2 else "full_attention" for i in range(shape.num_layers)]
+    kinds = [
+        "sliding_attention" if (i + 1) % 2 else "full_attention" for i in range(shape.num_layers)
+    ]
     return read_layer_types(fields, shape, kinds, fields.integer("sliding_window", 4096))
 
 
@@ -84,13 +104,20 @@ def _gemma3_text(fields: Fields) -> ModelShape:
     head_dim = fields.integer("head_dim", 256)
     ropes = read_ropes_by_layer_type(fields, head_dim, fields.integer("max_position_embeddings"))
     shape = _gemma(fields, read_llama_like(fields, **_GEMMA_DEFAULTS, ropes=ropes), final_cap=None)
-    fields.only("attn_logit_softcapping", (None,), "gemma3 has this field, but transformers never applies it")
-    # What transformers calls the pattern in memory has slipped into some files under its private name.
-    every = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
-    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(shape.num_layers)]
+    fields.only(
+        "attn_logit_softcapping",
+        (None,),
+        "gemma3 has this field, but transformers never applies it",
+    )
+    # Some files have the pattern under the private name of transformers' attribute.
+    period = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
+    kinds = [
+        "sliding_attention" if (i + 1) % period else "full_attention"
+        for i in range(shape.num_layers)
+    ]
     shape = read_layer_types(fields, shape, kinds, fields.integer("sliding_window", 4096))
-    turned = tuple(replace(layer, rope=0 if layer.window is None else 1) for layer in shape.layers)
-    return replace(shape, layers=turned, qk_norm="head")
+    layers = tuple(replace(layer, rope=0 if layer.window is None else 1) for layer in shape.layers)
+    return replace(shape, layers=layers, qk_norm="head")
 
 
 def _olmo2(fields: Fields) -> ModelShape:
@@ -111,30 +138,52 @@ def _granite(fields: Fields) -> ModelShape:
 
 
 def _smollm3(fields: Fields) -> ModelShape:
-    shape = read_llama_like(fields, theta=2_000_000.0, kv_heads_default=False, tied=True, pad=128004)
+    shape = read_llama_like(
+        fields, theta=2_000_000.0, kv_heads_default=False, tied=True, pad=128004
+    )
     shape = read_biases(fields, shape, mlp=True)
-    every = fields.integer("no_rope_layer_interval", 4)
-    turned = fields.take("no_rope_layers") or [int((i + 1) % every != 0) for i in range(shape.num_layers)]
-    if not isinstance(turned, list) or len(turned) < shape.num_layers or any(item not in (0, 1) for item in turned):
+    period = fields.integer("no_rope_layer_interval", 4)
+    # Despite the field's name, 1 stands for a layer with rotary embedding.
+    has_rope = fields.take("no_rope_layers") or [
+        int((i + 1) % period != 0) for i in range(shape.num_layers)
+    ]
+    if (
+        not isinstance(has_rope, list)
+        or len(has_rope) < shape.num_layers
+        or any(item not in (0, 1) for item in has_rope)
+    ):
         raise ArchitectureError(
-            "wrong value", field="no_rope_layers", got=repr(turned), allowed=f"a list of at least {shape.num_layers} of 0 and 1"
+            "wrong value",
+            field="no_rope_layers",
+            got=repr(has_rope),
+            allowed=f"a list of at least {shape.num_layers} numbers, each 0 or 1",
         )
-    used = fields.flag("use_sliding_window", False) and fields.take("sliding_window") is not None
+    has_window = (
+        fields.flag("use_sliding_window", False) and fields.take("sliding_window") is not None
+    )
     fields.take("sliding_window")
-    window = fields.integer("sliding_window") if used else None
-    kinds = ["full_attention" if turned[i] or not used else "sliding_attention" for i in range(shape.num_layers)]
-    layers = tuple(replace(layer, rope=0 if turned[i] else None) for i, layer in enumerate(shape.layers))
+    window = fields.integer("sliding_window") if has_window else None
+    kinds = [
+        "full_attention" if has_rope[i] or not has_window else "sliding_attention"
+        for i in range(shape.num_layers)
+    ]
+    layers = tuple(
+        replace(layer, rope=0 if has_rope[i] else None) for i, layer in enumerate(shape.layers)
+    )
     return read_layer_types(fields, replace(shape, layers=layers), kinds, window)
 
 
 def _gpt2(fields: Fields) -> ModelShape:
-    hidden_size, num_heads, num_layers = fields.integer("n_embd"), fields.integer("n_head"), fields.num_layers("n_layer")
+    hidden_size = fields.integer("n_embd")
+    num_heads = fields.integer("n_head")
+    num_layers = fields.num_layers("n_layer")
     head_dim = max(1, hidden_size // num_heads)
     scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
-    # Scaling before the product and a softmax in fp32 are the same function; our softmax accumulates in fp32 anyway.
+    # This flag scales before the product and computes softmax in fp32: the same function, and
+    # our softmax accumulates in fp32 in any case.
     fields.flag("reorder_and_upcast_attn", False)
-    fields.take("n_ctx")  # an older name of n_positions that nothing reads
+    fields.take("n_ctx")  # an older name of n_positions, without effect
     std = fields.number("initializer_range", 0.02, exclusive=True)
     return ModelShape(
         family="",
@@ -145,7 +194,10 @@ def _gpt2(fields: Fields) -> ModelShape:
         num_kv_heads=num_heads,
         head_dim=head_dim,
         max_position_embeddings=fields.integer("n_positions"),
-        layers=tuple(LayerShape(attention_scale=scale / (i + 1) if by_layer else scale) for i in range(num_layers)),
+        layers=tuple(
+            LayerShape(attention_scale=scale / (i + 1) if by_layer else scale)
+            for i in range(num_layers)
+        ),
         names=names.GPT2,
         activation=fields.choice("activation_function", ACTIVATIONS, "gelu_new"),
         norm="layer",
@@ -166,12 +218,14 @@ def _gpt2(fields: Fields) -> ModelShape:
 
 
 def _gpt_neox(fields: Fields) -> ModelShape:
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
     head_dim = max(1, hidden_size // num_heads)
     max_positions = fields.integer("max_position_embeddings")
     theta = fields.number("rotary_emb_base", 10_000.0, exclusive=True)
     fraction = fields.number("rotary_pct", 0.25, exclusive=True)
-    dropout, bias = fields.probability("hidden_dropout"), fields.flag("attention_bias", True)
+    dropout = fields.probability("hidden_dropout")
+    bias = fields.flag("attention_bias", True)
     return ModelShape(
         family="",
         vocab_size=fields.integer("vocab_size"),
@@ -181,8 +235,11 @@ def _gpt_neox(fields: Fields) -> ModelShape:
         num_kv_heads=num_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        layers=(LayerShape(attention_scale=head_dim**-0.5, rope=0),) * fields.num_layers("num_hidden_layers"),
-        ropes=(read_rope_of_model(fields, head_dim, max_positions, theta=theta, fraction=fraction),),
+        layers=(LayerShape(attention_scale=head_dim**-0.5, rope=0),)
+        * fields.num_layers("num_hidden_layers"),
+        ropes=(
+            read_rope_of_model(fields, head_dim, max_positions, theta=theta, fraction=fraction),
+        ),
         names=names.GPT_NEOX,
         activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
         norm="layer",
@@ -216,4 +273,4 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "gpt_neox": _gpt_neox,
     **SPARSE_FAMILIES,
 }
-"""Readers by `model_type`; `sparse_families` has those with experts."""
+"""Readers by `model_type`, dense and sparse families."""

@@ -1,7 +1,8 @@
-"""A model of a family that our decoder does not know: what can be said of it without knowing its function. Torch-free.
+"""Shape of a model that runs through transformers' own class. Torch-free.
 
-Its function is that of transformers' own class, which `model.theirs` builds. This value carries what everybody else asks for: every
-parameter by name, which of them are one and the same, and where the blocks lie.
+Our decoder does not support its family; `model.theirs` builds transformers' class. This value
+has what the rest of the program needs: every parameter by name, the tied ones, and the module
+that lists the blocks.
 """
 
 from __future__ import annotations
@@ -13,17 +14,27 @@ from shardwright.architecture.adapters import adapted_parameters
 from shardwright.architecture.parameters import ParameterSpec
 from shardwright.architecture.shape import ModelShape
 
-_BOOKKEEPING = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache", "auto_map")
+_BOOKKEEPING = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+    "auto_map",
+)
 
 
 @dataclass(frozen=True)
 class ForeignShape(ModelShape):
-    """What is known of a foreign model.
+    """Parameters and structure of a model of a transformers class.
 
-    `specs` are its parameters in the order of its class, tied ones once; `ties` are pairs (name, the parameter that it is).
-    `blocks` names the module that lists the blocks, `head` the one that projects to the vocabulary. `plain_head` says that the
-    logits are the head's product and nothing more, so that they need never exist all at once. `without_dropout`: the recipe
-    switched it off. `code` is the folder whose own Python code makes the class, where the recipe allows that.
+    `specs` are the parameters in the order of the class, tied ones once; `ties` are pairs (tied
+    name, name of the parameter with its values). `blocks` names the module that lists the
+    blocks, `head` the projection to the vocabulary. With `plain_head` the logits are the head's
+    product and nothing more, so the loss can be computed in chunks. `without_dropout`: the
+    recipe disabled dropout. `code` is the folder whose Python code defines the class, if the
+    recipe allows that.
     """
 
     specs: tuple[ParameterSpec, ...] = ()
@@ -36,15 +47,27 @@ class ForeignShape(ModelShape):
     code: str | None = None
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Every parameter in the class's order, tied ones once under their owner's name; adapters behind their matrix."""
-        return self.specs if self.adapters is None else tuple(adapted_parameters(self.specs, self.adapters, self.lies_in_out))
+        """List all parameters in the order of the class, adapters after their matrix.
+
+        A tied parameter is listed once, under the name of the parameter it is tied to.
+        """
+        return (
+            self.specs
+            if self.adapters is None
+            else tuple(adapted_parameters(self.specs, self.adapters, self.lies_in_out))
+        )
 
     @property
     def tied(self) -> dict[str, str]:
-        """Names that a checkpoint may leave out because another parameter is them -> that parameter's name."""
+        """Names that a checkpoint may omit -> the parameter that they are tied to."""
         return dict(self.ties)
 
     def told(self) -> dict[str, Any]:
-        """What makes it this model, as JSON; a resumed run has it in common with the run that saved."""
+        """Return the model's identity as JSON values; a resumed run must have the same."""
         config = {key: value for key, value in self.config.items() if key not in _BOOKKEEPING}
-        return {"family": self.family, "class_name": self.class_name, "config": config, "without_dropout": self.without_dropout}
+        return {
+            "family": self.family,
+            "class_name": self.class_name,
+            "config": config,
+            "without_dropout": self.without_dropout,
+        }

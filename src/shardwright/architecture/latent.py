@@ -1,4 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) as one frozen value, and its parameters. Torch-free."""
+"""Shape and parameters of multi-head latent attention (MLA). Torch-free.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from shardwright.architecture.names import Names
 from shardwright.architecture.parameters import Normal, Ones, ParameterSpec, Role, Zeros
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms over latents, whatever the model's own is: transformers builds them with its default."""
+"""Epsilon of the norms over latents. Not the model's: transformers uses its default here."""
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Queries, keys and values come out of latents; position turns a part of a head that all heads' keys share.
+    """Widths of latent attention, in features.
 
-    A query or key head is `nope_dim` features without position, then `rope_dim` with; a value head has `value_dim`.
-    `query_rank` None projects queries from the hidden states directly. `interleaved` pairs features (0, 1), (2, 3)... for the
-    rotation instead of (i, i + rope_dim / 2).
+    A query or key head has `nope_dim` features without rotary embedding, then `rope_dim` with
+    it; the latter are shared by the keys of all heads. A value head has `value_dim` features.
+    With `query_rank` None queries are projected from the hidden states without a latent.
+    `interleaved` rotates the feature pairs (0, 1), (2, 3)... instead of (i, i + rope_dim / 2).
     """
 
     query_rank: int | None
@@ -30,11 +34,23 @@ class LatentShape:
 
 
 def latent_parameters(
-    latent: LatentShape, names: Names, module: str, layer: int, width: int, num_heads: int, std: float, bias: bool
+    latent: LatentShape,
+    names: Names,
+    module: str,
+    layer: int,
+    width: int,
+    num_heads: int,
+    std: float,
+    bias: bool,
 ) -> Iterator[ParameterSpec]:
-    """Projections and norms of one layer's attention, in the decoder's order; `bias` is of those that touch the hidden states."""
+    """Yield projections and norms of one layer's attention in the decoder's order.
 
-    def linear(name: str, num_in: int, num_out: int, role: Role, has_bias: bool) -> Iterator[ParameterSpec]:
+    `bias` applies to the projections from and to the hidden states.
+    """
+
+    def linear(
+        name: str, num_in: int, num_out: int, role: Role, has_bias: bool
+    ) -> Iterator[ParameterSpec]:
         yield ParameterSpec(f"{module}.{name}.weight", (num_out, num_in), role, layer, Normal(std))
         if has_bias:
             yield ParameterSpec(f"{module}.{name}.bias", (num_out,), role, layer, Zeros())
@@ -47,9 +63,17 @@ def latent_parameters(
         norm = f"{module}.{names.query_latent_norm}.weight"
         yield ParameterSpec(norm, (latent.query_rank,), "query_latent_norm", layer, Ones())
         yield from linear(names.query_from_latent, latent.query_rank, query_width, "query", False)
-    yield from linear(names.key_value_latent, width, latent.key_value_rank + latent.rope_dim, "key_value_latent", bias)
+    yield from linear(
+        names.key_value_latent,
+        width,
+        latent.key_value_rank + latent.rope_dim,
+        "key_value_latent",
+        bias,
+    )
     norm = f"{module}.{names.key_value_latent_norm}.weight"
     yield ParameterSpec(norm, (latent.key_value_rank,), "key_value_latent_norm", layer, Ones())
     heads_width = num_heads * (latent.nope_dim + latent.value_dim)
     yield from linear(names.key_value, latent.key_value_rank, heads_width, "key_value", False)
-    yield from linear(names.attention_out, num_heads * latent.value_dim, width, "attention_out", bias)
+    yield from linear(
+        names.attention_out, num_heads * latent.value_dim, width, "attention_out", bias
+    )

@@ -1,4 +1,4 @@
-"""What most families of a config.json spell alike: sizes, biases, windows, layer types."""
+"""Readers of config.json fields that most families share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""What files call activations."""
+"""Activations by their names in config.json."""
 
 
 def read_llama_like(
@@ -37,9 +37,10 @@ def read_llama_like(
     ropes: tuple[RopeShape, ...] | None = None,
     original_max_positions: int | None = None,
 ) -> ModelShape:
-    """What llama, mistral, qwen, phi3, gemma, olmo2, granite and smollm3 spell alike; the arguments are where defaults differ.
+    """Read the fields common to llama, mistral, qwen, phi3, gemma, olmo2, granite and smollm3.
 
-    Sizes must stand in the file: a default of another model's size would be a silent guess.
+    The keyword arguments are the family's defaults. Sizes have none: the size of another model
+    would be a silent guess.
     """
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
@@ -48,7 +49,13 @@ def read_llama_like(
     max_positions = fields.integer("max_position_embeddings")
     num_layers = fields.num_layers("num_hidden_layers")
     vocab_size = fields.integer("vocab_size")
-    rope_of_model = partial(read_rope_of_model, fields, head_dim, max_positions, original_max_positions=original_max_positions)
+    rope_of_model = partial(
+        read_rope_of_model,
+        fields,
+        head_dim,
+        max_positions,
+        original_max_positions=original_max_positions,
+    )
     may_default = kv_heads_default or "num_key_value_heads" in fields
     return ModelShape(
         family="",
@@ -71,12 +78,13 @@ def read_llama_like(
 
 
 def _padding_row(fields: Fields, default: int | None, vocab_size: int) -> int | None:
-    """The embedding row that starts at zero and that look-ups leave without gradient (torch.nn.Embedding's padding_idx)."""
-    given = "pad_token_id" in fields
+    """Read the embedding row that is initialised to zero and gets no gradient (padding_idx)."""
     row = fields.take("pad_token_id", default)
-    if not given and row is not None and row >= vocab_size:
-        # The family's default is a token of its own vocabulary; transformers would trip over it in a smaller one.
-        fields.amended["pad_token_id"] = row = None
+    if "pad_token_id" not in fields and row is not None and row >= vocab_size:
+        # The family's default is a token of its own vocabulary; with a smaller vocabulary
+        # transformers would fail on it.
+        row = None
+        fields.amended["pad_token_id"] = None
     if row is None:
         return None
     if isinstance(row, bool) or not isinstance(row, int) or not -vocab_size <= row < vocab_size:
@@ -91,40 +99,69 @@ def _padding_row(fields: Fields, default: int | None, vocab_size: int) -> int | 
 
 
 def read_biases(fields: Fields, shape: ModelShape, *, mlp: bool) -> ModelShape:
-    """`attention_bias` on all four projections, `mlp_bias` on all three where the family has the field."""
+    """Read `attention_bias` (all four projections) and `mlp_bias` (all three, if `mlp`)."""
     bias = fields.flag("attention_bias", False)
-    return replace(shape, qkv_bias=bias, attention_out_bias=bias, mlp_bias=fields.flag("mlp_bias", False) if mlp else False)
+    return replace(
+        shape,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False) if mlp else False,
+    )
 
 
 def read_one_window(fields: Fields, shape: ModelShape, default: int | None) -> ModelShape:
-    """One `sliding_window` for all layers (null for none)."""
-    window = None if fields.take("sliding_window", default) is None else fields.integer("sliding_window", default)
+    """Read the `sliding_window` of all layers, in tokens; null for none."""
+    window = (
+        None
+        if fields.take("sliding_window", default) is None
+        else fields.integer("sliding_window", default)
+    )
     return replace(shape, layers=tuple(replace(layer, window=window) for layer in shape.layers))
 
 
-def read_layer_types(fields: Fields, shape: ModelShape, kinds: list[str], window: int | None) -> ModelShape:
-    """`layer_types`, or `kinds` without them: which layers see only a window."""
-    given = fields.take("layer_types")
-    kinds = kinds if given is None else given
+def read_layer_types(
+    fields: Fields, shape: ModelShape, kinds: list[str], window: int | None
+) -> ModelShape:
+    """Read the layers with a sliding window from `layer_types`; `kinds` if it is absent."""
+    layer_types = fields.take("layer_types")
+    kinds = kinds if layer_types is None else layer_types
     known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != shape.num_layers or any(kind not in known for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != shape.num_layers
+        or any(kind not in known for kind in kinds)
+    ):
         raise ArchitectureError(
-            "wrong value", field="layer_types", got=repr(kinds), allowed=f"a list of {shape.num_layers} of {', '.join(known)}"
+            "wrong value",
+            field="layer_types",
+            got=repr(kinds),
+            allowed=f"a list of {shape.num_layers} names, each {' or '.join(known)}",
         )
     if window is None and "sliding_attention" in kinds:
         raise ArchitectureError(
-            "some layers see a window only, but no window is set",
+            "some layers use sliding-window attention, but no window is set",
             field="layer_types",
             got=repr(kinds),
-            remedy="Set sliding_window (and use_sliding_window, where the family has it), or full_attention everywhere",
+            remedy="Set sliding_window (and use_sliding_window, if the family has it), "
+            "or use full_attention for all layers",
         )
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
-    return replace(shape, layers=tuple(replace(layer, window=w) for layer, w in zip(shape.layers, windows, strict=True)))
+    return replace(
+        shape,
+        layers=tuple(
+            replace(layer, window=w) for layer, w in zip(shape.layers, windows, strict=True)
+        ),
+    )
 
 
 def read_qwen_windows(fields: Fields, shape: ModelShape) -> ModelShape:
-    used, size = fields.flag("use_sliding_window", False), fields.take("sliding_window", 4096)
-    window = fields.integer("sliding_window", 4096) if used and size is not None else None
+    """Read Qwen's sliding window, used in layers from `max_window_layers` on."""
+    is_used = fields.flag("use_sliding_window", False)
+    size = fields.take("sliding_window", 4096)
+    window = fields.integer("sliding_window", 4096) if is_used and size is not None else None
     first = fields.integer("max_window_layers", 28, minimum=0)
-    kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(shape.num_layers)]
+    kinds = [
+        "sliding_attention" if window and i >= first else "full_attention"
+        for i in range(shape.num_layers)
+    ]
     return read_layer_types(fields, shape, kinds, window)

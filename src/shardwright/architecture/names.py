@@ -1,4 +1,4 @@
-"""What each family calls its modules in the files that `save_pretrained` writes. Torch-free: plans name parameters too."""
+"""Module names of each family, as in files written by `save_pretrained`. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Names:
-    """Module names of one family; None where the family has no such module.
+    """Module names of one family; None if the family has no such module.
 
-    The order in which a decoder registers its modules, and in which `ModelShape.parameters` lists them, is the order of
-    execution: norm before attention, attention, norm after it, norm before the feed-forward, feed-forward, norm after it.
-    `expert_files` are what files call one expert's gate, up and down projections; empty where files hold the stacked tensors.
+    A decoder registers its modules, and `ModelShape.parameters` lists them, in the order of
+    execution: norm before attention, attention, norm after it, norm before the feed-forward,
+    feed-forward, norm after it. `expert_files` are the names of one expert's gate, up and down
+    projections in weight files; empty if files contain the stacked tensors.
     """
 
     root: str = "model"

@@ -1,4 +1,4 @@
-"""One decoder parameter, by name: its shape, what it is for, how it begins and how files hold it. Torch-free."""
+"""Parameters by name: shape, role, initial values and tensors in files. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normal values of mean 0; row `zero_row`, where one is named, is zero (an embedding's padding)."""
+    """Independent normal values of mean 0; row `zero_row` (an embedding's padding) is zero."""
 
     std: float
     zero_row: int | None = None
@@ -18,12 +18,12 @@ class Normal:
 
 @dataclass(frozen=True)
 class Ones:
-    """All ones."""
+    """Initial values of a norm's weight: all 1.0."""
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """All zeros."""
+    """Initial values of biases, adapters' B and norm weights with offset 1: all 0.0."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Uniform:
 
 @dataclass(frozen=True)
 class RowNorms:
-    """The lengths of the rows (one per output) of the matrix that the parameter stands beside."""
+    """Norm of each row (one per output) of the adapted matrix."""
 
 
 @dataclass(frozen=True)
 class ByClass:
-    """Values that only the code of a foreign model's class knows how to begin."""
+    """Initial values that only the code of a transformers class can compute."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The bytes of another matrix's values in 4 bits."""
+    """Bytes of another matrix's values, quantised to 4 bits."""
 
 
 Init = Codes | Normal | Ones | Zeros | Uniform | RowNorms | ByClass
@@ -64,7 +64,10 @@ Role = Literal[
 
 @dataclass(frozen=True)
 class FilePiece:
-    """One tensor of a weights file, and the box of a parameter that it is: (start, stop) per dimension of the parameter."""
+    """One tensor of a weights file and the slice of a parameter that it holds.
+
+    `box` has (start, stop) per dim of the parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -76,26 +79,33 @@ class FilePiece:
         return prod(self.shape)
 
     def meet(self, bounds: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
-        """What the box has in common with a slice of the parameter, both (start, stop) per dimension; None for nothing."""
-        common = tuple((max(a, start), min(b, stop)) for (a, b), (start, stop) in zip(self.box, bounds, strict=True))
-        return common if all(start < stop for start, stop in common) else None
+        """Intersect the box with a slice, (start, stop) per dim; None if empty."""
+        overlap = tuple(
+            (max(a, start), min(b, stop))
+            for (a, b), (start, stop) in zip(self.box, bounds, strict=True)
+        )
+        return overlap if all(start < stop for start, stop in overlap) else None
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter of the decoder: its name and shape, what it is for, and its initial values.
+    """Name, shape, role and initial values of one parameter.
 
-    `layer` is None outside the blocks. A bias carries the role of the module it belongs to; of a foreign model's parameters
-    only its class knows the role: here they are `projection` (a matrix of a block that inputs are multiplied with) or `other`.
+    `layer` is None outside the blocks. A bias has the role of its module's matrix. Parameters
+    of a transformers class have the role `projection` (a matrix of a block that multiplies
+    inputs) or `other`; more is not known of them.
 
-    `stored` is empty where a weights file holds the parameter under its own name. The parameters of a layer's experts are one
-    tensor here, `[experts, sections x rows, columns]`, and many in a file: `stored` then names them, one pattern per section
-    (the gate's rows, then the up projection's), with `{expert}` for the number.
+    `stored` is empty if a weights file holds the parameter under its own name. A layer's
+    experts are one tensor here, `[experts, sections x rows, columns]`, and many in a file:
+    `stored` then has their names, one pattern per section (the gate's rows, then the up
+    projection's), with `{expert}` for the expert's number.
 
-    `trained` is False where no gradient reaches the values and a rule of the step sets them; files keep those in fp32.
+    `trained` is False if the values get no gradient and the train step sets them by a rule;
+    files store those in fp32.
 
-    A part of an adapter says in `part` which it is, and in `beside` the matrix that it is added to, whose role it shares.
-    A matrix that is held as bytes says in `packed` what it is the bytes of; `shape` is that of the bytes.
+    For a part of an adapter, `part` is its kind and `beside` the adapted matrix; both have the
+    same role. For a quantised matrix, `packed` is the spec of the original matrix, and `shape`
+    the shape of the bytes.
     """
 
     name: str
@@ -116,14 +126,15 @@ class ParameterSpec:
 
     @property
     def is_bias(self) -> bool:
-        """Whether it is added rather than multiplied."""
+        """True if the parameter is added, not multiplied."""
         return self.name.endswith("bias")
 
     @property
     def pieces(self) -> tuple[FilePiece, ...]:
-        """The file's tensors, in the order in which they fill the parameter.
+        """Tensors of the weights file, in the order in which they fill the parameter.
 
-        >>> spec = ParameterSpec("up_down", (2, 6, 4), "expert_gate_up", 0, Ones(), stored=("{expert}.up", "{expert}.down"))
+        >>> patterns = ("{expert}.up", "{expert}.down")
+        >>> spec = ParameterSpec("up_down", (2, 6, 4), "expert_gate_up", 0, Ones(), patterns)
         >>> [(piece.name, piece.box) for piece in spec.pieces][1:3]
         [('0.down', ((0, 1), (3, 6), (0, 4))), ('1.up', ((1, 2), (0, 3), (0, 4)))]
         """

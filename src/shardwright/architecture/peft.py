@@ -1,8 +1,10 @@
-"""The folder that peft calls an adapter: adapter_config.json both ways, and what its tensors are called. Torch-free.
+"""peft's adapter folder: its adapter_config.json and its tensors' names. Torch-free.
 
-peft knows a module by transformers' name for it in memory. Adapters beside a stacked parameter are wrappers of the module that
-holds it, one around another in the order of the parameters, the last outermost: `experts.base_layer.lora_A` is the first one's
-where there are two. Their E matrices lie in one: A `[E x r, in]` expert after expert, B `[out, r x E]` with the experts innermost.
+peft uses transformers' in-memory module names. It adapts a stacked parameter by wrapping the
+parameter's module; several such parameters give nested wrappers in the order of the parameters,
+the last outermost. Of two, `experts.base_layer.lora_A` belongs to the first. The matrices of E
+experts are one tensor: A `[E x r, in]` expert after expert, B `[out, r x E]` with the experts
+innermost.
 """
 
 from __future__ import annotations
@@ -26,17 +28,29 @@ CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _IN_MEMORY = {".block_sparse_moe.": ".mlp."}
-"""Names of modules that files keep and transformers has changed."""
+"""Module names in weight files -> transformers' names in memory, where they differ."""
 
-_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "bias", "target_parameters"})
+_READ = frozenset(
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "init_lora_weights",
+        "bias",
+        "target_parameters",
+    }
+)
 _INERT = frozenset(
     {
-        # bookkeeping, and which modules were chosen: the tensors' names say that
-        "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type", "target_modules",
-        "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "ensure_weight_tying",
-        # how training went, or options of what `_READ` and the refusal of all else rule out
-        "lora_dropout", "megatron_core", "megatron_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        "qalora_group_size", "runtime_config",
+        # bookkeeping, and the selection of modules, which the tensors' names repeat
+        "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",
+        "task_type", "target_modules", "exclude_modules", "layers_to_transform",
+        "layers_pattern", "fan_in_fan_out", "ensure_weight_tying",
+        # settings of training, and options of features that `_READ` fields or refusals exclude
+        "lora_dropout", "megatron_core", "megatron_config", "loftq_config", "eva_config",
+        "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
     }
 )  # fmt: skip
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
@@ -45,33 +59,34 @@ _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class PeftTensor:
-    """What the folder calls a part of an adapter, and how it lies there."""
+    """Name and shape of an adapter's part in the folder."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def peft_tensors(shape: ModelShape) -> dict[str, PeftTensor]:
-    """The folder's tensor for every part of the model's adapters, by the part's name here."""
+    """Map each adapter parameter of the model, by its name here, to the folder's tensor."""
     specs = [spec for spec in shape.parameters() if spec.part is not None]
     wrapped: dict[str, list[str]] = {}
     for spec in specs:
         if _is_stack(spec) and spec.part == "lora_A":
             owner, _, stack = _matrix_of(spec).name.rpartition(".")
             wrapped.setdefault(owner, []).append(stack)
-    told = {}
+    tensors = {}
     for spec in specs:
-        name, size = spec.name, spec.shape
+        name = spec.name
+        size = spec.shape
         if _is_stack(spec):
             owner, _, stack = _matrix_of(spec).name.rpartition(".")
-            inside = len(wrapped[owner]) - 1 - wrapped[owner].index(stack)
-            name = f"{owner}.{'base_layer.' * inside}{spec.part}.weight"
+            depth = len(wrapped[owner]) - 1 - wrapped[owner].index(stack)
+            name = f"{owner}.{'base_layer.' * depth}{spec.part}.weight"
             experts, rows, columns = spec.shape
             size = (experts * rows, columns) if spec.part == "lora_A" else (rows, columns * experts)
         for old, new in _IN_MEMORY.items():
             name = name.replace(old, new)
-        told[spec.name] = PeftTensor(f"{_PREFIX}{name}", size)
-    return told
+        tensors[spec.name] = PeftTensor(f"{_PREFIX}{name}", size)
+    return tensors
 
 
 def _is_stack(spec: ParameterSpec) -> bool:
@@ -84,19 +99,21 @@ def _matrix_of(spec: ParameterSpec) -> ParameterSpec:
 
 
 def peft_config(shape: ModelShape, base: str | None) -> dict[str, Any]:
-    """What adapter_config.json says of the model's adapters; `base` is where the model lies that they stand beside."""
+    """Build adapter_config.json; `base` is the location of the base model."""
     adapters = shape.adapters
     assert adapters is not None
-    matrices = [spec for spec in shape.base.parameters() if spec.role in ADAPTED_ROLES and not spec.is_bias]
+    matrices = [
+        spec for spec in shape.base.parameters() if spec.role in ADAPTED_ROLES and not spec.is_bias
+    ]
     modules = [module_of(spec) for spec in matrices if not _is_stack(spec)]
     stacks = [spec.name for spec in matrices if _is_stack(spec)]
-    whole = adapters.alpha == int(adapters.alpha)
+    is_whole = adapters.alpha == int(adapters.alpha)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapters.rank,
-        "lora_alpha": int(adapters.alpha) if whole else adapters.alpha,
+        "lora_alpha": int(adapters.alpha) if is_whole else adapters.alpha,
         "lora_dropout": adapters.dropout,
         "target_modules": _named(modules, adapters.modules),
         "bias": "none",
@@ -112,59 +129,88 @@ def peft_config(shape: ModelShape, base: str | None) -> dict[str, Any]:
 
 
 def _named(all_names: Iterable[str], chosen: frozenset[str]) -> list[str]:
-    """The chosen names: by their last part alone where that chooses the same ones, as people write them."""
+    """Shorten the chosen names to their last parts if these select the same modules."""
     names = sorted(all_names)
-    wanted = [name for name in names if name in chosen]
-    ends = sorted({name.rpartition(".")[2] for name in wanted})
-    if [name for name in names if name.rpartition(".")[2] in ends] == wanted:
-        return ends
-    told = wanted
+    selected = [name for name in names if name in chosen]
+    last_parts = sorted({name.rpartition(".")[2] for name in selected})
+    if [name for name in names if name.rpartition(".")[2] in last_parts] == selected:
+        return last_parts
     for old, new in _IN_MEMORY.items():
-        told = [name.replace(old, new) for name in told]
-    return told
+        selected = [name.replace(old, new) for name in selected]
+    return selected
 
 
 def read_peft_folder(path: str | Path, shape: ModelShape, *, dropout: float = 0.0) -> AdapterShape:
-    """The adapters that a folder holds, beside matrices of this model; headers are read only.
+    """Read the adapters of a folder for this model, from its configuration and tensor headers.
 
     Raises:
-        WeightsError: no such folder, settings that change the function in a way that is not computed here, or tensors that do not
+        WeightsError: no such folder, a setting that is not supported, or tensors that do not
             fit the model, by name.
     """
     folder = Path(path)
     config = _read_config(folder / CONFIG_NAME)
     _check_config(config, folder / CONFIG_NAME)
     sizes = read_header(folder / TENSORS_NAME)
-    kind: AdapterKind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    kind: AdapterKind = (
+        "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    )
     modules = _modules_of(shape, sizes, config.get("target_parameters") or [])
     adapters = AdapterShape(kind, int(config["r"]), float(config["lora_alpha"]), modules, dropout)
     if not modules:
-        raise WeightsError("holds no adapter of a matrix of this model", field=str(folder), got=", ".join(sorted(sizes)[:3]))
-    wanted = {tensor.name: tensor.shape for tensor in peft_tensors(replace(shape, adapters=adapters)).values()}
-    faults = [f"missing {name} {list(size)}" for name, size in wanted.items() if name not in sizes]
-    faults += [f"surplus {name} {list(size)}" for name, size in sizes.items() if name not in wanted]
+        raise WeightsError(
+            "has no adapter of any matrix of this model",
+            field=str(folder),
+            got=", ".join(sorted(sizes)[:3]),
+        )
+    expected = {
+        tensor.name: tensor.shape
+        for tensor in peft_tensors(replace(shape, adapters=adapters)).values()
+    }
+    faults = [
+        f"missing {name} {list(size)}" for name, size in expected.items() if name not in sizes
+    ]
     faults += [
-        f"{name} is {list(sizes[name])}, the model wants {list(size)}"
-        for name, size in wanted.items()
+        f"surplus {name} {list(size)}" for name, size in sizes.items() if name not in expected
+    ]
+    faults += [
+        f"{name} is {list(sizes[name])}, the model expects {list(size)}"
+        for name, size in expected.items()
         if name in sizes and sizes[name] != size
     ]
     if faults:
-        shown = "; ".join(faults[:20]) + (f" and {len(faults) - 20} more" if len(faults) > 20 else "")
-        raise WeightsError(f"its tensors are not those of adapters of this model: {shown}", field=str(folder))
+        listed = "; ".join(faults[:20]) + (
+            f" and {len(faults) - 20} more" if len(faults) > 20 else ""
+        )
+        raise WeightsError(
+            f"its tensors do not fit adapters of this model: {listed}", field=str(folder)
+        )
     return adapters
 
 
-def _modules_of(shape: ModelShape, sizes: Mapping[str, Any], parameters: Iterable[str]) -> frozenset[str]:
-    """Matrices that have an A in the folder; which of a module's stacks have one, `target_parameters` says."""
-    ends = tuple(parameters)
-    matrices = [spec for spec in shape.base.parameters() if spec.role in ADAPTED_ROLES and not spec.is_bias]
-    found = {spec.name for spec in matrices if _is_stack(spec) and any(_ends_with(spec.name, end) for end in ends)}
-    every = frozenset(module_of(spec) for spec in matrices if not _is_stack(spec))
-    probe = replace(shape.base, adapters=AdapterShape("lora", 1, 1.0, every))
+def _modules_of(
+    shape: ModelShape, sizes: Mapping[str, Any], parameters: Iterable[str]
+) -> frozenset[str]:
+    """Find the matrices that have an A in the folder.
+
+    Tensor names do not identify stacked parameters; `target_parameters` lists these.
+    """
+    suffixes = tuple(parameters)
+    matrices = [
+        spec for spec in shape.base.parameters() if spec.role in ADAPTED_ROLES and not spec.is_bias
+    ]
+    modules = {
+        spec.name
+        for spec in matrices
+        if _is_stack(spec) and any(_ends_with(spec.name, suffix) for suffix in suffixes)
+    }
+    candidates = frozenset(module_of(spec) for spec in matrices if not _is_stack(spec))
+    probe = replace(shape.base, adapters=AdapterShape("lora", 1, 1.0, candidates))
     names = {spec.name: spec for spec in probe.parameters() if spec.part == "lora_A"}
     tensors = peft_tensors(probe)
-    found |= {module_of(_matrix_of(spec)) for name, spec in names.items() if tensors[name].name in sizes}
-    return frozenset(found)
+    modules |= {
+        module_of(_matrix_of(spec)) for name, spec in names.items() if tensors[name].name in sizes
+    }
+    return frozenset(modules)
 
 
 def _ends_with(name: str, end: str) -> bool:
@@ -178,26 +224,43 @@ def _read_config(path: Path) -> dict[str, Any]:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(
-            f"cannot be read: {error}", field=str(path), allowed=f"a folder with {CONFIG_NAME} and {TENSORS_NAME}"
+            f"cannot be read: {error}",
+            field=str(path),
+            allowed=f"a folder with {CONFIG_NAME} and {TENSORS_NAME}",
         ) from error
     if not isinstance(content, dict) or not {"peft_type", "r", "lora_alpha"} <= set(content):
-        raise WeightsError("is no adapter's configuration: peft_type, r or lora_alpha is missing", field=str(path))
+        raise WeightsError(
+            "not an adapter configuration: peft_type, r or lora_alpha is missing",
+            field=str(path),
+        )
     return content
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse what makes another function than W + scale x B A."""
+    """Refuse settings under which the adapter is not W + scale x B A."""
     faults = [
         ("peft_type", config["peft_type"] == "LORA", "LORA"),
         ("bias", config.get("bias", "none") == "none", "none"),
-        ("init_lora_weights", config.get("init_lora_weights", True) in _PLAIN_STARTS, "a start that leaves the base as it is"),
-        ("use_rslora", not (config.get("use_rslora") and config.get("use_dora")), "use_dora or use_rslora, not both"),
+        (
+            "init_lora_weights",
+            config.get("init_lora_weights", True) in _PLAIN_STARTS,
+            "an initialisation that does not change the base weights",
+        ),
+        (
+            "use_rslora",
+            not (config.get("use_rslora") and config.get("use_dora")),
+            "use_dora or use_rslora, not both",
+        ),
     ]
-    faults += [(key, not value, "off") for key, value in config.items() if key not in _READ and key not in _INERT]
-    for key, right, allowed in faults:
-        if not right:
+    faults += [
+        (key, not value, "off")
+        for key, value in config.items()
+        if key not in _READ and key not in _INERT
+    ]
+    for key, is_allowed, allowed in faults:
+        if not is_allowed:
             raise WeightsError(
-                "changes what the adapter computes, and is not built here",
+                "changes the adapter's output and is not supported",
                 field=f"{path}: {key}",
                 got=config.get(key),
                 allowed=allowed,
@@ -205,10 +268,10 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a safetensors file's tensors, without torch.
+    """Read names and shapes of a safetensors file's tensors, without torch.
 
     Raises:
-        WeightsError: absent, truncated, or no such file.
+        WeightsError: the file is absent, truncated or not a safetensors file.
     """
     try:
         with path.open("rb") as file:
@@ -216,12 +279,21 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
             if length > path.stat().st_size:
                 raise ValueError("the header is longer than the file")
             header = json.loads(file.read(length))
-        sizes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        sizes = {
+            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        }
+        ends = [
+            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+        ]
         if path.stat().st_size != 8 + length + max(ends, default=0):
-            raise ValueError(f"{path.stat().st_size} bytes, where its header tells of {8 + length + max(ends, default=0)}")
+            expected = 8 + length + max(ends, default=0)
+            raise ValueError(f"{path.stat().st_size} bytes, its header implies {expected}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"damaged, truncated or no safetensors file: {error}", field=str(path)) from error
+        raise WeightsError(
+            f"damaged, truncated or not a safetensors file: {error}", field=str(path)
+        ) from error
     if any(math.prod(size) == 0 for size in sizes.values()):
-        raise WeightsError("holds tensors without elements: it was saved from a sharded model", field=str(path))
+        raise WeightsError(
+            "contains empty tensors: it was saved from a sharded model", field=str(path)
+        )
     return sizes

@@ -1,4 +1,7 @@
-"""Rotary embeddings of a config.json, in the older spelling (`rope_theta`, `rope_scaling`) and the newer (`rope_parameters`)."""
+"""Readers of rotary embeddings in a config.json.
+
+There are two formats: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,31 @@ def read_rope_of_model(
     fraction: float = 1.0,
     original_max_positions: int | None = None,
 ) -> RopeShape:
-    """The one rotary embedding of a model whose layers all turn alike; the keywords are the family's defaults."""
+    """Read the rotary embedding of all layers; the keywords are the family's defaults."""
     theta = fields.number("rope_theta", theta, exclusive=True)
     fraction = fields.number("partial_rotary_factor", fraction, exclusive=True)
     original = original_max_positions
     if "original_max_position_embeddings" in fields:
         original = fields.integer("original_max_position_embeddings")
     name, content = _mapping(fields)
-    return _read_rope(Fields(content, f"{name}."), head_dim, max_positions, theta, fraction, original)
+    return _read_rope(
+        Fields(content, f"{name}."), head_dim, max_positions, theta, fraction, original
+    )
 
 
 def read_ropes_by_layer_type(
-    fields: Fields, head_dim: int, max_positions: int, *, full_theta: float = 1e6, sliding_theta: float = 1e4
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    *,
+    full_theta: float = 1e6,
+    sliding_theta: float = 1e4,
 ) -> tuple[RopeShape, RopeShape]:
-    """Gemma 3's two: that of layers with full attention, then that of layers with a window.
+    """Read Gemma 3's two rotary embeddings: of full and of sliding-window attention layers.
 
-    The older spelling scales the first only (`rope_theta`, `rope_scaling`) and names the second's base
-    `rope_local_base_freq`; the newer nests both in `rope_parameters`.
+    In the older format `rope_theta` and `rope_scaling` belong to the first, and
+    `rope_local_base_freq` is the base of the second; the newer format nests both in
+    `rope_parameters`.
     """
     full_theta = fields.number("rope_theta", full_theta, exclusive=True)
     sliding_theta = fields.number("rope_local_base_freq", sliding_theta, exclusive=True)
@@ -48,18 +59,28 @@ def read_ropes_by_layer_type(
     for kind, theta in (("full_attention", full_theta), ("sliding_attention", sliding_theta)):
         inner = by_type.take(kind) or {}
         if not isinstance(inner, Mapping):
-            raise ArchitectureError("this must be a mapping", field=by_type.path(kind), got=repr(inner))
-        ropes.append(_read_rope(Fields(inner, f"{by_type.path(kind)}."), head_dim, max_positions, theta, 1.0, None))
+            raise ArchitectureError(
+                "this must be a mapping", field=by_type.path(kind), got=repr(inner)
+            )
+        ropes.append(
+            _read_rope(
+                Fields(inner, f"{by_type.path(kind)}."), head_dim, max_positions, theta, 1.0, None
+            )
+        )
     by_type.refuse_rest("gemma3_text", ())
     return ropes[0], ropes[1]
 
 
 def _mapping(fields: Fields) -> tuple[str, dict[str, Any]]:
-    """The spelling that is used and what it holds; nothing where neither is."""
-    older, newer = fields.take("rope_scaling"), fields.take("rope_parameters")
+    """Return name and content of the file's rope mapping; content is empty without one."""
+    older = fields.take("rope_scaling")
+    newer = fields.take("rope_parameters")
     if older and newer and older != newer:
         raise ArchitectureError(
-            "rope_scaling and rope_parameters contradict each other", field="rope_parameters", got=repr(newer), allowed=repr(older)
+            "rope_scaling and rope_parameters contradict each other",
+            field="rope_parameters",
+            got=repr(newer),
+            allowed=repr(older),
         )
     name, content = ("rope_parameters", newer) if newer else ("rope_scaling", older or {})
     if not isinstance(content, Mapping):
@@ -67,10 +88,18 @@ def _mapping(fields: Fields) -> tuple[str, dict[str, Any]]:
     return name, dict(content)
 
 
-def _read_rope(fields: Fields, head_dim: int, max_positions: int, theta: float, fraction: float, original: int | None) -> RopeShape:
-    """One rotary embedding from its mapping; `theta` and `fraction` hold where the mapping is silent.
+def _read_rope(
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    theta: float,
+    fraction: float,
+    original: int | None,
+) -> RopeShape:
+    """Read one rotary embedding from its mapping; `theta` and `fraction` are the defaults.
 
-    `original`, where it is not None, wins over the mapping's own original_max_position_embeddings, as in transformers.
+    `original`, if not None, overrides the mapping's original_max_position_embeddings, as in
+    transformers.
     """
     older = fields.take("type")
     kind = fields.take("rope_type", older) or older or "default"
@@ -78,45 +107,68 @@ def _read_rope(fields: Fields, head_dim: int, max_positions: int, theta: float, 
     rotary_dim = int(head_dim * fields.number("partial_rotary_factor", fraction, exclusive=True))
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ArchitectureError(
-            "this rope scaling is not supported", field=fields.path("rope_type"), got=repr(kind), allowed=", ".join(_KINDS)
+            "this rope scaling is not supported",
+            field=fields.path("rope_type"),
+            got=repr(kind),
+            allowed=", ".join(_KINDS),
         )
     if not 0 < 2 * math.ceil(rotary_dim / 2) <= head_dim:
         raise ArchitectureError(
-            f"features turn in pairs, and {rotary_dim} features do not fit into a head of {head_dim}",
+            f"features are rotated in pairs, and {rotary_dim} rotated features do not fit "
+            f"into a head of {head_dim}",
             field=fields.path("partial_rotary_factor"),
             got=rotary_dim / head_dim,
             allowed=f"{2 / head_dim:.3g} to {head_dim // 2 * 2 / head_dim:.3g}",
         )
     if kind in ("llama3", "yarn", "longrope", "su"):
-        given = fields.take("original_max_position_embeddings", max_positions)
+        value = fields.take("original_max_position_embeddings", max_positions)
         if original is None:
-            original = given if given is None else fields.integer("original_max_position_embeddings", max_positions)
+            original = (
+                value
+                if value is None
+                else fields.integer("original_max_position_embeddings", max_positions)
+            )
     elif "original_max_position_embeddings" in fields:
-        fields.take("original_max_position_embeddings")  # the other kinds have no use for it
+        fields.take("original_max_position_embeddings")  # the other kinds do not use it
     rope = _KINDS[kind](fields, theta, rotary_dim, max_positions, original or max_positions)
     fields.refuse_rest(f"`{kind}` rope", ())
     return rope
 
 
-def _default(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
+def _default(
+    fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int
+) -> RopeShape:
     return RopeShape(theta, rotary_dim)
 
 
-def _dynamic(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
-    """NTK scaling by the length seen so far. Up to max_position_embeddings, and we refuse more, it turns by the plain base."""
+def _dynamic(
+    fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int
+) -> RopeShape:
+    """Read dynamic NTK scaling, which changes the base with the sequence length.
+
+    Up to max_position_embeddings, the longest sequence allowed here, the base is unscaled.
+    """
     fields.number("factor", exclusive=True)
     return RopeShape(theta, rotary_dim)
 
 
-def _linear(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
+def _linear(
+    fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int
+) -> RopeShape:
     return RopeShape(theta, rotary_dim, "linear", factor=fields.number("factor", exclusive=True))
 
 
-def _llama3(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
-    low, high = fields.number("low_freq_factor", exclusive=True), fields.number("high_freq_factor", exclusive=True)
+def _llama3(
+    fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int
+) -> RopeShape:
+    low = fields.number("low_freq_factor", exclusive=True)
+    high = fields.number("high_freq_factor", exclusive=True)
     if high <= low:
         raise ArchitectureError(
-            "wrong value", field=fields.path("high_freq_factor"), got=high, allowed=f"above low_freq_factor, {low}"
+            "wrong value",
+            field=fields.path("high_freq_factor"),
+            got=high,
+            allowed=f"above low_freq_factor, {low}",
         )
     return RopeShape(
         theta,
@@ -129,10 +181,16 @@ def _llama3(fields: Fields, theta: float, rotary_dim: int, max_positions: int, o
     )
 
 
-def _yarn(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
-    """YaRN (arXiv 2309.00071); the attention factor is section 3.4's 0.1 ln(s) + 1 unless the file sets it."""
+def _yarn(
+    fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int
+) -> RopeShape:
+    """Read YaRN (arXiv 2309.00071).
+
+    The attention factor is section 3.4's 0.1 ln(s) + 1 unless the file sets it.
+    """
     factor = fields.number("factor", max_positions / original, exclusive=True)
-    mscale, mscale_all = fields.take("mscale"), fields.take("mscale_all_dim")
+    mscale = fields.take("mscale")
+    mscale_all = fields.take("mscale_all_dim")
     attention_factor = yarn_temperature(factor, 1.0)
     if mscale and mscale_all:
         attention_factor = yarn_temperature(factor, fields.number("mscale")) / yarn_temperature(
@@ -152,20 +210,28 @@ def _yarn(fields: Fields, theta: float, rotary_dim: int, max_positions: int, ori
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:
-    """What YaRN multiplies cos and sin with when positions are stretched by `factor` (section 3.4)."""
+    """Compute YaRN's factor on cos and sin for positions scaled by `factor` (section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int) -> RopeShape:
-    """LongRoPE (arXiv 2402.13753): a divisor for each pair of features, one list for short documents and one for long."""
+def _longrope(
+    fields: Fields, theta: float, rotary_dim: int, max_positions: int, original: int
+) -> RopeShape:
+    """Read LongRoPE (arXiv 2402.13753).
+
+    It divides the frequency of each feature pair by a factor; short and long documents have
+    separate lists.
+    """
     factor = fields.number("factor", max_positions / original, exclusive=True)
-    scaled = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    attention_factor = (
+        1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    )
     return RopeShape(
         theta,
         rotary_dim,
         "longrope",
         factor=factor,
-        attention_factor=fields.number("attention_factor", scaled, exclusive=True),
+        attention_factor=fields.number("attention_factor", attention_factor, exclusive=True),
         original_max_position_embeddings=original,
         short_factors=_factors(fields, "short_factor", math.ceil(rotary_dim / 2)),
         long_factors=_factors(fields, "long_factor", math.ceil(rotary_dim / 2)),
@@ -174,9 +240,11 @@ def _longrope(fields: Fields, theta: float, rotary_dim: int, max_positions: int,
 
 def _factors(fields: Fields, name: str, length: int) -> tuple[float, ...]:
     value = fields.take(name)
-    numbers = isinstance(value, list) and all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in value)
-    if not numbers or len(value) != length:
-        got = f"{len(value)} of them" if numbers else repr(value)
+    is_valid = isinstance(value, list) and all(
+        isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in value
+    )
+    if not is_valid or len(value) != length:
+        got = f"{len(value)} of them" if is_valid else repr(value)
         raise ArchitectureError(
             "wrong value",
             field=fields.path(name),

@@ -1,10 +1,13 @@
-"""Frozen matrices held in 4 bits: which, and how their rows lie in bytes. Torch-free.
+"""NF4-quantised frozen matrices: their selection and byte layout. Torch-free.
 
-A matrix `[.., rows, columns]` becomes bytes `[.., rows, packed_width(columns)]`: of a row first the codes, two to a byte, then
-an fp32 scale per block of 64 elements. Blocks belong to a row of the whole matrix, the last being what remains, so a cut
-between rows never meets one. What is cut is bytes, by the same descriptor as everything else: every layout holds the same base.
+A matrix `[.., rows, columns]` becomes bytes `[.., rows, packed_width(columns)]`: in each row
+first the codes, two per byte, then an fp32 scale per block of 64 elements. Blocks lie within a
+row of the whole matrix (the last one may be shorter), so sharding by rows never splits a block.
+The bytes are sharded like any other parameter, so the quantised base is the same in every
+layout.
 
-Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), without its second quantisation (of the scales): 4.5 bits per element.
+Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), without its second quantisation (of the
+scales): 4.5 bits per element.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ SCALE_BYTES = 4
 
 
 def code_width(columns: int) -> int:
-    """Bytes of a row's codes."""
+    """Compute the bytes of a row's codes."""
     return -(-columns // 2)
 
 
 def packed_width(columns: int) -> int:
-    """Bytes of a row of a matrix.
+    """Compute the bytes of a row: codes and scales.
 
     >>> packed_width(4096) * 8 / 4096
     4.5
@@ -35,7 +38,9 @@ def packed_width(columns: int) -> int:
 
 
 def columns_of(num_bytes: int, whole: int) -> int:
-    """Columns that `num_bytes` of a row hold: all of the `whole`, or what a cut between blocks left.
+    """Count the columns in `num_bytes` of a row of `whole` columns, or of a shard of it.
+
+    A shard consists of whole blocks.
 
     >>> columns_of(packed_width(100), 100), columns_of(packed_width(128), 256)
     (100, 128)
@@ -45,7 +50,7 @@ def columns_of(num_bytes: int, whole: int) -> int:
 
 
 def pack_parameters(specs: Iterable[ParameterSpec]) -> Iterator[ParameterSpec]:
-    """The parameters of a model with its blocks' projections, experts included, as bytes."""
+    """Yield the model's parameters with the blocks' projections, experts included, as bytes."""
     for spec in specs:
         if spec.role in ADAPTED_ROLES and spec.part is None and not spec.is_bias:
             shape = (*spec.shape[:-1], packed_width(spec.shape[-1]))

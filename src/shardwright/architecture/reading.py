@@ -1,4 +1,4 @@
-"""config.json -> ModelShape: the file, the family, and the fields that may be passed over."""
+"""Reading of a config.json; fields without effect on the model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ from shardwright.files import file_kind, read_text
 INERT_FIELDS = frozenset(
     {
         # bookkeeping
-        "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map",
-        "dtype", "torch_dtype", "problem_type", "id2label", "label2id", "task_specific_params", "unsloth_version",
-        # what a forward pass returns or keeps, not what it computes
-        "use_cache", "cache_implementation", "return_dict", "output_hidden_states", "output_attentions",
-        "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "torchscript", "gradient_checkpointing",
-        "use_bfloat16", "is_llama_config", "keys_to_ignore_at_inference",
-        # token ids that tokenisers and generation use
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "forced_bos_token_id",
-        "forced_eos_token_id", "prefix",
+        "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path",
+        "_commit_hash", "auto_map", "dtype", "torch_dtype", "problem_type", "id2label",
+        "label2id", "task_specific_params", "unsloth_version",
+        # outputs and caches of a forward pass; its results stay the same
+        "use_cache", "cache_implementation", "return_dict", "output_hidden_states",
+        "output_attentions", "_attn_implementation", "_attn_implementation_autoset",
+        "attn_implementation", "torchscript", "gradient_checkpointing", "use_bfloat16",
+        "is_llama_config", "keys_to_ignore_at_inference",
+        # token ids for tokenisers and generation
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+        "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "prefix",
         # heads that a causal language model does not have
-        "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-        "summary_first_dropout", "num_labels",
-        # slicing of products for memory; the result is the same
+        "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation",
+        "summary_proj_to_labels", "summary_first_dropout", "num_labels",
+        # slicing of matrix products to save memory; the result is the same
         "chunk_size_feed_forward", "pretraining_tp",
         # generation settings of older files
-        "temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "num_beams", "repetition_penalty",
+        "temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "num_beams",
+        "repetition_penalty",
     }
 )  # fmt: skip
-"""Fields that any family's config.json may carry without effect on logits, loss or gradients."""
+"""Fields that may appear in any config.json without effect on logits, loss or gradients."""
 
 OFF_FIELDS: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
@@ -67,38 +70,45 @@ OFF_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False, None),
     "use_sliding_window": (False, None),
 }
-"""Fields of some families that others may carry switched off; any other value is refused."""
+"""Fields of some families, with the values under which other families may have them.
+
+These values disable the feature; any other value is refused.
+"""
 
 
 _STATEFUL = (
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3_next",
-    "rwkv", "zamba", "zamba2",
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba",
+    "mamba2", "nemotron_h", "qwen3_next", "rwkv", "zamba", "zamba2",
 )  # fmt: skip
 """Families of state-space models and their hybrids."""
 
 _REMEDIES = {
-    "gemma3": "This holds images too. Save its language model alone and read that: its model_type is gemma3_text",
+    "gemma3": "This model also reads images. Save its language model separately "
+    "(model_type gemma3_text) and use that",
     "phi": "phi3 is supported; the older phi is not",
     "gemma": "gemma2 and gemma3_text are supported; the first gemma is not",
     "qwen": "qwen2 and qwen3 are supported; the first qwen is not",
     **dict.fromkeys(
-        _STATEFUL, "It has layers that carry a state along the row in place of attention; a decoder here is attention throughout"
+        _STATEFUL,
+        "It has state-space layers in place of attention; "
+        "only models whose layers all use attention are supported",
     ),
 }
 
 
 def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
-    """The shape that a config.json describes; `config` is its content, its path, or the folder that holds it.
+    """Read the shape of a model; `config` is config.json's content, its path or its folder.
 
     Raises:
-        ArchitectureError: no such file, an unknown family, or a field that we do not compute exactly, by name.
+        ArchitectureError: no such file, an unknown family, or a field that is not supported, by
+            name.
     """
     content = read_content(config)
     family = content.get("model_type")
     reader = FAMILIES.get(family) if isinstance(family, str) else None
     if reader is None:
         raise ArchitectureError(
-            "this family of models is not supported",
+            "this model family is not supported",
             field="model_type",
             got=repr(family),
             allowed=", ".join(sorted(FAMILIES)),
@@ -109,17 +119,17 @@ def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
     shape = replace(shape, family=str(family), config=copy.deepcopy(content | fields.amended))
     for name, values in OFF_FIELDS.items():
         if not fields.was_taken(name):
-            fields.only(name, values, f"a {family} model does not have this feature here")
+            fields.only(name, values, f"this feature is not supported for {family} models")
     fields.refuse_rest(str(family), INERT_FIELDS)
     _check(shape)
     return shape
 
 
 def read_content(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The fields of a config.json as they stand there; `config` as `read_config` takes it.
+    """Read the fields of a config.json unchanged; `config` as in `read_config`.
 
     Raises:
-        ArchitectureError: no such file, or not one mapping.
+        ArchitectureError: no such file, or its content is not a mapping.
     """
     return dict(config) if isinstance(config, Mapping) else _read_file(Path(config))
 
@@ -128,7 +138,7 @@ def _family_remedy(family: Any) -> str:
     if family in _REMEDIES:
         return _REMEDIES[family]
     near = nearest(str(family), FAMILIES)
-    return f"Did you mean `{near}`?" if near else "Take a model of one of these families"
+    return f"Did you mean `{near}`?" if near else "Use a model of one of these families"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -140,33 +150,43 @@ def _read_file(path: Path) -> dict[str, Any]:
             f"the model's config.json cannot be read: {error.strerror}",
             field="model.path",
             got=path,
-            remedy="Give a folder that holds config.json",
+            remedy="Name a folder that contains config.json",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ArchitectureError(f"this is not JSON: {error}", field="model.path", got=path) from error
+        raise ArchitectureError(
+            f"this is not JSON: {error}", field="model.path", got=path
+        ) from error
     if not isinstance(content, dict):
-        raise ArchitectureError("a config.json holds one mapping", field="model.path", got=path)
+        raise ArchitectureError(
+            "the content of config.json must be a mapping", field="model.path", got=path
+        )
     return content
 
 
 _WHOLE_HEADS = frozenset({"llama", "gemma2", "gemma3_text"})
-"""Families whose width transformers wants to be a multiple of the heads even where head_dim is given: a model of another width
-could be trained, but no export of it would load."""
+"""Families whose width must be a multiple of the heads even if head_dim is set.
+
+transformers requires this; an export of another width would not load there.
+"""
 
 
 def _check(shape: ModelShape) -> None:
-    """Refuse widths that do not fit together."""
+    """Refuse widths and heads that do not fit together."""
     if shape.num_heads % shape.num_kv_heads:
         raise ArchitectureError(
-            "query heads must be a multiple of key and value heads",
+            "the number of query heads must be a multiple of the key-value heads",
             field="num_key_value_heads",
             got=shape.num_kv_heads,
             allowed=f"a divisor of {shape.num_heads}",
         )
-    given = "head_dim" in shape.config and shape.config["head_dim"] is not None
-    if shape.hidden_size % shape.num_heads and (not given or shape.family in _WHOLE_HEADS) and shape.latent is None:
+    has_head_dim = "head_dim" in shape.config and shape.config["head_dim"] is not None
+    if (
+        shape.hidden_size % shape.num_heads
+        and (not has_head_dim or shape.family in _WHOLE_HEADS)
+        and shape.latent is None
+    ):
         raise ArchitectureError(
-            "the width is not a multiple of the heads",
+            "the width is not a multiple of the number of heads",
             field="hidden_size",
             got=shape.hidden_size,
             allowed=f"a multiple of {shape.num_heads}",

@@ -1,7 +1,7 @@
-"""The decoder as one frozen value: widths, layers, norms, positions, scales, and every parameter by name. Torch-free.
+"""Shape of a decoder as one frozen value, with every parameter by name. Torch-free.
 
-Families differ by the values of these fields only: the decoder, the counts and the cuts read fields and never ask for
-the family's name.
+Families differ only in the values of these fields: decoder, counts and sharding read fields and
+never the family's name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class RopeShape:
-    """One rotary embedding: how fast each pair of features turns with the position.
+    """Rotation frequencies of one rotary embedding.
 
-    `factors` of longrope divide each pair's frequency: `short_factors` in a document of at most
-    `original_max_position_embeddings` tokens, `long_factors` in a longer one. `attention_factor` multiplies cos and sin.
+    For longrope `short_factors` divide the frequency of each feature pair in documents of at
+    most `original_max_position_embeddings` tokens, `long_factors` in longer ones.
+    `attention_factor` multiplies cos and sin.
     """
 
     theta: float
@@ -48,11 +49,12 @@ class RopeShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What may differ from layer to layer: the attention's reach, its rotary embedding and its scale.
+    """Properties that may differ between layers.
 
-    `window` counts the tokens a token sees, itself included; None sees all before it. `rope` indexes `ModelShape.ropes`;
-    None turns nothing. `attention_scale` multiplies the products of queries and keys. `sparse` layers have experts in place
-    of the one feed-forward.
+    `window` is the number of tokens that a token attends to, itself included; None for all
+    preceding tokens. `rope` is an index into `ModelShape.ropes`; None for no rotary embedding.
+    `attention_scale` multiplies the products of queries and keys. `sparse` layers have experts
+    in place of one feed-forward.
     """
 
     attention_scale: float
@@ -63,14 +65,16 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that fixes a decoder's function and its parameters, but not their values.
+    """Complete description of a decoder and its parameters, without their values.
 
-    `matrix_layout` says whether weights lie `[out, in]` (Linear) or `[in, out]` (GPT-2's Conv1D). `qkv_layout` says how a
-    fused projection is cut: whole queries, keys, values one after another, or head by head (q, k, v of head 0, then of
-    head 1). `norm_offset` is added to a norm's weight at use (Gemma's 1 + w). `qk_norm` normalises queries and keys per
-    head or over the full width before they are cut into heads. `latent` makes queries, keys and values out of latents;
-    `head_dim` is then a query head's width. `attention_sinks` are a learned logit per head that takes part in the softmax and
-    gives nothing. `experts` is what the sparse layers have. `adapters` stand beside some matrices; all else is frozen then.
+    `matrix_layout` is `[out, in]` (Linear) or `[in, out]` (GPT-2's Conv1D). `qkv_layout` is the
+    order of a fused projection's features: "blocks" for all queries, then all keys, then all
+    values; "heads" for q, k, v of head 0, then of head 1 and so on. `norm_offset` is added to a
+    norm's weight (Gemma's 1 + w). `qk_norm` normalises queries and keys per head, or over the
+    full width before it is split into heads. With `latent`, `head_dim` is the width of a query
+    head. `attention_sinks` are learned logits, one per head, that enter the softmax denominator
+    without a value. `experts` describes the sparse layers. With `adapters`, all other
+    parameters are frozen.
     """
 
     family: str
@@ -116,7 +120,7 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Decoder blocks."""
+        """Number of decoder blocks."""
         return len(self.layers)
 
     @property
@@ -131,35 +135,41 @@ class ModelShape:
 
     @property
     def value_width(self) -> int:
-        """Features of all heads' results, which the last projection of attention takes in."""
+        """Features of all heads' outputs, the input width of attention's output projection."""
         return self.query_width if self.latent is None else self.num_heads * self.latent.value_dim
 
     @property
     def cache_widths(self) -> tuple[int, int, int]:
-        """What generation keeps of a token in each layer: heads, and the widths of their keys and values (or of latents)."""
+        """Sizes of one token in a layer's cache: heads, width of keys and width of values.
+
+        For latent attention: 1, width of the latent and width of the rotated key.
+        """
         if self.latent is not None:
             return 1, self.latent.key_value_rank, self.latent.rope_dim
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward multiplies an activated gate with a second projection."""
+        """True if the feed-forward multiplies an activated gate with a second projection."""
         return self.names.gate is not None or self.names.gate_up is not None
 
     @property
     def tied(self) -> dict[str, str]:
-        """Names that a checkpoint may leave out because another parameter is them -> that parameter's name."""
+        """Names that a checkpoint may omit -> the parameter that they are tied to."""
         if not self.tied_embeddings:
             return {}
         return {f"{self.names.head}.weight": f"{self.names.root}.{self.names.embedding}.weight"}
 
     @property
     def base(self) -> ModelShape:
-        """The model without its adapters."""
+        """Shape of the model without its adapters."""
         return self if self.adapters is None else replace(self, adapters=None)
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Every parameter in the decoder's order, tied ones once under their owner's name; adapters behind their matrix."""
+        """List all parameters in the decoder's order, adapters after their matrix.
+
+        A tied parameter is listed once, under the name of the parameter it is tied to.
+        """
         specs = _parameters(self)
         if self.adapters is None:
             return tuple(specs)
@@ -167,7 +177,7 @@ class ModelShape:
         return tuple(adapted if self.adapters.quantize is None else pack_parameters(adapted))
 
     def lies_in_out(self, spec: ParameterSpec) -> bool:
-        """Whether a matrix's (or each of its experts') inputs come before its outputs."""
+        """Return True if a matrix, or the matrix of each expert, is stored `[in, out]`."""
         if spec.role in count.EXPERT_ROLES:
             assert self.experts is not None
             return self.experts.matrix_layout == "in_out"
@@ -175,56 +185,73 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
+        """Number of elements of all parameters, tied ones counted once."""
         return sum((spec.packed or spec).num_elements for spec in self.parameters())
 
     @property
     def active_share(self) -> float:
-        """Share of a sparse layer's experts that one token is sent to; 1 for a dense model."""
+        """Fraction of a sparse layer's experts that one token uses; 1 for a dense model."""
         return 1.0 if self.experts is None else self.experts.active_share
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Model FLOPs of forward and backward for one token of a causal sequence; the convention is `count`'s.
+        """Count forward and backward model FLOPs per token of a causal sequence.
 
-        Of the experts' matrices those count that the token is sent to. A frozen matrix costs 4 a token and element: its own
-        gradient is not made.
+        The convention is that of `count`. Only experts that the token uses count. A frozen
+        matrix costs 4 FLOPs per token and element: it gets no gradient.
         """
 
-        def elements(specs: list[ParameterSpec]) -> float:
-            return count.matmul_parameters(specs, tied=self.tied_embeddings, active_share=self.active_share)
+        def count_elements(specs: list[ParameterSpec]) -> float:
+            return count.matmul_parameters(
+                specs, tied=self.tied_embeddings, active_share=self.active_share
+            )
 
-        parts = [spec for spec in self.parameters() if spec.part is not None]
-        frozen_at = 6.0 if self.adapters is None else 4.0
-        products = frozen_at * elements(list(self.base.parameters())) + 6.0 * elements(parts)
-        return products + sum(
-            count.attention_flops_per_token(self.query_width, self.value_width, sequence_length, layer.window)
+        adapter_specs = [spec for spec in self.parameters() if spec.part is not None]
+        base_flops = 6.0 if self.adapters is None else 4.0
+        matmul_flops = base_flops * count_elements(
+            list(self.base.parameters())
+        ) + 6.0 * count_elements(adapter_specs)
+        return matmul_flops + sum(
+            count.attention_flops_per_token(
+                self.query_width, self.value_width, sequence_length, layer.window
+            )
             for layer in self.layers
         )
 
     def check_sequence_length(self, num_tokens: int) -> None:
-        """Refuse sequences longer than the positions that the model was built for."""
+        """Refuse sequences of more than `max_position_embeddings` tokens."""
         if num_tokens > self.max_position_embeddings:
             raise ArchitectureError(
-                "the sequence is longer than the model's positions",
+                "the sequence is longer than the model allows",
                 field="training.sequence_length",
                 got=num_tokens,
                 allowed=f"at most {self.max_position_embeddings} (max_position_embeddings)",
-                remedy="Shorten training.sequence_length, or take a model (or rope scaling) with more positions",
+                remedy="Reduce training.sequence_length, or use a model or rope scaling "
+                "with more positions",
             )
 
     def to_config(self) -> dict[str, Any]:
-        """The config.json that this shape was read from, to be written beside its weights."""
+        """Return the config.json that this shape was read from."""
         return copy.deepcopy(dict(self.config))
 
 
 def _parameters(shape: ModelShape) -> Iterator[ParameterSpec]:
-    names, std = shape.names, shape.initializer_range
-    root, width = names.root, shape.hidden_size
+    names = shape.names
+    std = shape.initializer_range
+    root = names.root
+    width = shape.hidden_size
     embedding = (shape.vocab_size, width)
-    yield ParameterSpec(f"{root}.{names.embedding}.weight", embedding, "embedding", None, Normal(std, shape.padding_row))
+    yield ParameterSpec(
+        f"{root}.{names.embedding}.weight",
+        embedding,
+        "embedding",
+        None,
+        Normal(std, shape.padding_row),
+    )
     if names.positions is not None:
         positions = (shape.max_position_embeddings, width)
-        yield ParameterSpec(f"{root}.{names.positions}.weight", positions, "positions", None, Normal(std))
+        yield ParameterSpec(
+            f"{root}.{names.positions}.weight", positions, "positions", None, Normal(std)
+        )
     for layer in range(shape.num_layers):
         yield from _block_parameters(shape, layer)
     yield from _norm(shape, f"{root}.{names.final_norm}", width, "norm", None)
@@ -233,9 +260,10 @@ def _parameters(shape: ModelShape) -> Iterator[ParameterSpec]:
 
 
 def _block_parameters(shape: ModelShape, layer: int) -> Iterator[ParameterSpec]:
-    names, width = shape.names, shape.hidden_size
+    names = shape.names
+    width = shape.hidden_size
     block = f"{names.root}.{names.layers}.{layer}"
-    for norm, inner in (
+    for norm, specs in (
         (names.pre_attention_norm, None),
         (None, _attention_parameters(shape, f"{block}.{names.attention}", layer)),
         (names.post_attention_norm, None),
@@ -243,31 +271,69 @@ def _block_parameters(shape: ModelShape, layer: int) -> Iterator[ParameterSpec]:
         (None, _feed_parameters(shape, f"{block}.{names.mlp}", layer)),
         (names.post_mlp_norm, None),
     ):
-        if inner is not None:
-            yield from inner
+        if specs is not None:
+            yield from specs
         elif norm is not None:
             yield from _norm(shape, f"{block}.{norm}", width, "norm", layer)
 
 
 def _attention_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[ParameterSpec]:
-    names, width, q_width, kv_width = shape.names, shape.hidden_size, shape.query_width, shape.kv_width
+    names = shape.names
+    width = shape.hidden_size
+    q_width = shape.query_width
+    kv_width = shape.kv_width
     if shape.latent is not None:
-        std, bias = shape.initializer_range, shape.attention_out_bias
-        yield from latent_parameters(shape.latent, names, module, layer, width, shape.num_heads, std, bias)
+        std = shape.initializer_range
+        bias = shape.attention_out_bias
+        yield from latent_parameters(
+            shape.latent, names, module, layer, width, shape.num_heads, std, bias
+        )
         return
     if shape.attention_sinks:
-        yield ParameterSpec(f"{module}.{names.sinks}", (shape.num_heads,), "sinks", layer, Normal(shape.initializer_range))
+        yield ParameterSpec(
+            f"{module}.{names.sinks}",
+            (shape.num_heads,),
+            "sinks",
+            layer,
+            Normal(shape.initializer_range),
+        )
     if names.qkv is not None:
-        yield from _linear(shape, f"{module}.{names.qkv}", width, q_width + 2 * kv_width, "qkv", layer, shape.qkv_bias)
+        yield from _linear(
+            shape,
+            f"{module}.{names.qkv}",
+            width,
+            q_width + 2 * kv_width,
+            "qkv",
+            layer,
+            shape.qkv_bias,
+        )
     else:
-        yield from _linear(shape, f"{module}.{names.query}", width, q_width, "query", layer, shape.qkv_bias)
-        yield from _linear(shape, f"{module}.{names.key}", width, kv_width, "key", layer, shape.qkv_bias)
-        yield from _linear(shape, f"{module}.{names.value}", width, kv_width, "value", layer, shape.qkv_bias)
-    yield from _linear(shape, f"{module}.{names.attention_out}", q_width, width, "attention_out", layer, shape.attention_out_bias)
+        yield from _linear(
+            shape, f"{module}.{names.query}", width, q_width, "query", layer, shape.qkv_bias
+        )
+        yield from _linear(
+            shape, f"{module}.{names.key}", width, kv_width, "key", layer, shape.qkv_bias
+        )
+        yield from _linear(
+            shape, f"{module}.{names.value}", width, kv_width, "value", layer, shape.qkv_bias
+        )
+    yield from _linear(
+        shape,
+        f"{module}.{names.attention_out}",
+        q_width,
+        width,
+        "attention_out",
+        layer,
+        shape.attention_out_bias,
+    )
     if shape.qk_norm is not None:
-        per_head = shape.qk_norm == "head"
-        yield from _norm(shape, f"{module}.{names.query_norm}", shape.head_dim if per_head else q_width, "query_norm", layer)
-        yield from _norm(shape, f"{module}.{names.key_norm}", shape.head_dim if per_head else kv_width, "key_norm", layer)
+        is_per_head = shape.qk_norm == "head"
+        query_norm_width = shape.head_dim if is_per_head else q_width
+        key_norm_width = shape.head_dim if is_per_head else kv_width
+        yield from _norm(
+            shape, f"{module}.{names.query_norm}", query_norm_width, "query_norm", layer
+        )
+        yield from _norm(shape, f"{module}.{names.key_norm}", key_norm_width, "key_norm", layer)
 
 
 def _feed_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[ParameterSpec]:
@@ -275,25 +341,40 @@ def _feed_parameters(shape: ModelShape, module: str, layer: int) -> Iterator[Par
         yield from _mlp_parameters(shape, module, layer, shape.intermediate_size)
         return
     assert shape.experts is not None
-    yield from expert_parameters(shape.experts, shape.names, module, layer, shape.hidden_size, shape.initializer_range)
+    yield from expert_parameters(
+        shape.experts, shape.names, module, layer, shape.hidden_size, shape.initializer_range
+    )
     if shape.experts.shared_intermediate_size:
         shared = f"{module}.{shape.names.shared_experts}"
         yield from _mlp_parameters(shape, shared, layer, shape.experts.shared_intermediate_size)
 
 
-def _mlp_parameters(shape: ModelShape, module: str, layer: int, inner: int) -> Iterator[ParameterSpec]:
-    names, width = shape.names, shape.hidden_size
+def _mlp_parameters(
+    shape: ModelShape, module: str, layer: int, inner: int
+) -> Iterator[ParameterSpec]:
+    names = shape.names
+    width = shape.hidden_size
     if names.gate_up is not None:
-        yield from _linear(shape, f"{module}.{names.gate_up}", width, 2 * inner, "gate_up", layer, shape.mlp_bias)
+        yield from _linear(
+            shape, f"{module}.{names.gate_up}", width, 2 * inner, "gate_up", layer, shape.mlp_bias
+        )
     else:
         if names.gate is not None:
-            yield from _linear(shape, f"{module}.{names.gate}", width, inner, "gate", layer, shape.mlp_bias)
+            yield from _linear(
+                shape, f"{module}.{names.gate}", width, inner, "gate", layer, shape.mlp_bias
+            )
         yield from _linear(shape, f"{module}.{names.up}", width, inner, "up", layer, shape.mlp_bias)
     yield from _linear(shape, f"{module}.{names.down}", inner, width, "down", layer, shape.mlp_bias)
 
 
 def _linear(
-    shape: ModelShape, module: str, num_in: int, num_out: int, role: Role, layer: int | None, bias: bool
+    shape: ModelShape,
+    module: str,
+    num_in: int,
+    num_out: int,
+    role: Role,
+    layer: int | None,
+    bias: bool,
 ) -> Iterator[ParameterSpec]:
     size = (num_out, num_in) if shape.matrix_layout == "out_in" else (num_in, num_out)
     std = shape.initializer_range
@@ -304,8 +385,10 @@ def _linear(
         yield ParameterSpec(f"{module}.bias", (num_out,), role, layer, Zeros())
 
 
-def _norm(shape: ModelShape, module: str, width: int, role: Role, layer: int | None) -> Iterator[ParameterSpec]:
-    # A norm that adds 1 to its weight begins at the identity when the weight is 0.
+def _norm(
+    shape: ModelShape, module: str, width: int, role: Role, layer: int | None
+) -> Iterator[ParameterSpec]:
+    # A norm that adds 1 to its weight is initially the identity if the weight is 0.
     init: Init = Ones() if shape.norm_offset == 0.0 else Zeros()
     yield ParameterSpec(f"{module}.weight", (width,), role, layer, init)
     if shape.norm_bias:

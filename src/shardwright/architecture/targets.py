@@ -1,4 +1,4 @@
-"""Which matrices of a model get an adapter, by name pattern; refuses what no adapter can stand beside. Torch-free."""
+"""Choice of the matrices that get adapters, by name pattern. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,52 +16,78 @@ from shardwright.errors import RecipeError, nearest
 
 
 def with_adapters(shape: ModelShape, section: AdapterSection | None) -> ModelShape:
-    """The model with the adapters that a recipe asks for; as it is where it asks for none."""
+    """Add the adapters of a recipe to the model's shape; None adds none."""
     if section is None:
         return shape
     if isinstance(shape, ForeignShape):
         _check_foreign(shape, section)
-    adapted = replace(shape, adapters=replace(choose_adapters(shape, section), quantize=section.quantize))
+    adapted = replace(
+        shape, adapters=replace(choose_adapters(shape, section), quantize=section.quantize)
+    )
     if section.quantize is not None:
         _check_quantised(adapted)
     return adapted
 
 
 def _check_foreign(shape: ForeignShape, section: AdapterSection) -> None:
-    """Refuse of adapters what a class that is not ours cannot have."""
+    """Refuse adapter settings that a transformers class does not support."""
+    has_projection = any(spec.role == "projection" for spec in shape.specs)
     refusals = {
         "kind": (section.kind == "dora", section.kind, "lora or rslora"),
-        "dropout": (section.dropout > 0.0, section.dropout, "0: masks of its own stream would depend on the layout"),
-        "quantize": (section.quantize is not None, section.quantize, "none: its class multiplies with the matrices themselves"),
-        "path": (section.path is not None, section.path, "none: begin anew, or from merged weights"),
-        "targets": (not any(spec.role == "projection" for spec in shape.specs), section.targets, "none of its matrices is known"),
+        "dropout": (
+            section.dropout > 0.0,
+            section.dropout,
+            "0: random masks would depend on the layout",
+        ),
+        "quantize": (
+            section.quantize is not None,
+            section.quantize,
+            "none: the class multiplies with unquantised matrices",
+        ),
+        "path": (
+            section.path is not None,
+            section.path,
+            "none: start with new adapters, or from merged weights",
+        ),
+        "targets": (not has_projection, section.targets, "none: no projection of it is known"),
     }
-    for field, (refused, got, allowed) in refusals.items():
-        if refused:
+    for field, (is_refused, got, allowed) in refusals.items():
+        if is_refused:
             raise RecipeError(
-                f"{shape.family} runs through transformers' {shape.class_name}", field=f"adapters.{field}", got=got, allowed=allowed
+                f"{shape.family} runs through transformers' {shape.class_name}",
+                field=f"adapters.{field}",
+                got=got,
+                allowed=allowed,
             )
 
 
 def _check_quantised(shape: ModelShape) -> None:
-    """Refuse matrices whose rows are their inputs: blocks go along rows, and ours are those of the products' inputs."""
-    turned = next((spec.name for spec in shape.parameters() if spec.packed is not None and shape.lies_in_out(spec)), None)
-    if turned is not None:
+    """Refuse matrices stored `[in, out]`: a block lies in a row and must have one output."""
+    in_out = next(
+        (
+            spec.name
+            for spec in shape.parameters()
+            if spec.packed is not None and shape.lies_in_out(spec)
+        ),
+        None,
+    )
+    if in_out is not None:
         raise RecipeError(
-            f"{turned} lies [in, out], and is not held in 4 bits here",
+            f"{in_out} is stored [in, out]; 4-bit quantisation does not support this layout",
             field="adapters.quantize",
             got=shape.family,
-            allowed="families whose projections lie [out, in]",
-            remedy="Leave it out: plain adapters work on this family",
+            allowed="families with projections stored [out, in]",
+            remedy="Remove adapters.quantize: adapters without it work for this family",
         )
 
 
 def choose_adapters(shape: ModelShape, section: AdapterSection) -> AdapterShape:
-    """The adapters that a recipe asks for, or that its `path` holds, beside matrices of this model.
+    """Choose the adapters that a recipe describes, or read those of its `path`.
 
     Raises:
-        RecipeError: a pattern that matches nothing, or nothing that can have an adapter; a kind that experts cannot have.
-        WeightsError: a folder that does not hold adapters of this model.
+        RecipeError: a pattern that matches no matrix that can have an adapter; a kind of
+            adapter that experts do not support.
+        WeightsError: the folder at `path` has no adapters of this model.
     """
     if section.path is not None:
         adapters = read_peft_folder(section.path, shape, dropout=section.dropout)
@@ -81,54 +107,75 @@ def choose_adapters(shape: ModelShape, section: AdapterSection) -> AdapterShape:
 
 
 def check_adapters(shape: ModelShape, adapters: AdapterShape) -> None:
-    """Refuse what stacked experts cannot have: each expert's rows are not multiplied one matrix at a time."""
-    experts = sorted(module_of(spec) for spec in shape.parameters() if spec.role in EXPERT_ROLES and spec.part is None)
-    beside = [name for name in experts if name in adapters.modules]
-    if not beside or (adapters.kind != "dora" and adapters.dropout == 0.0):
+    """Refuse DoRA and adapter dropout for stacked experts, which are multiplied together."""
+    experts = sorted(
+        module_of(spec)
+        for spec in shape.parameters()
+        if spec.role in EXPERT_ROLES and spec.part is None
+    )
+    adapted = [name for name in experts if name in adapters.modules]
+    if not adapted or (adapters.kind != "dora" and adapters.dropout == 0.0):
         return
     is_dora = adapters.kind == "dora"
     raise RecipeError(
-        f"{'DoRA has' if is_dora else 'dropout inside adapters has'} no form for stacked experts, here as in peft",
+        f"{'DoRA' if is_dora else 'dropout inside adapters'} is not supported "
+        "for stacked experts, nor is it in peft",
         field="adapters.kind" if is_dora else "adapters.dropout",
-        got=f"{adapters.kind if is_dora else adapters.dropout} beside {beside[0]}",
+        got=f"{adapters.kind if is_dora else adapters.dropout} for {adapted[0]}",
         allowed="lora or rslora" if is_dora else "0",
-        remedy="Leave the experts out: `adapters.exclude: [experts.*]`",
+        remedy="Exclude the experts: `adapters.exclude: [experts.*]`",
     )
 
 
-def choose_modules(shape: ModelShape, targets: Sequence[str] | None, exclude: Sequence[str] = ()) -> frozenset[str]:
-    """Modules of the matrices that patterns choose; None chooses all that can have an adapter.
+def choose_modules(
+    shape: ModelShape, targets: Sequence[str] | None, exclude: Sequence[str] = ()
+) -> frozenset[str]:
+    """Choose modules by name patterns; None chooses all that can have an adapter.
 
-    A pattern is held against whole names and against their last parts.
+    A pattern is compared with whole names and with their last parts.
 
     Raises:
-        RecipeError: names the pattern, and what is called most like it.
+        RecipeError: a pattern matches nothing; the message suggests the closest name.
     """
     specs = [spec for spec in shape.base.parameters() if not spec.is_bias]
     adaptable = [module_of(spec) for spec in specs if spec.role in ADAPTED_ROLES]
     others = [module_of(spec) for spec in specs if spec.role not in ADAPTED_ROLES]
     chosen = set(adaptable)
     if targets is not None:
-        chosen = {name for pattern in targets for name in _matching(pattern, adaptable, others, "adapters.targets")}
+        chosen = {
+            name
+            for pattern in targets
+            for name in _matching(pattern, adaptable, others, "adapters.targets")
+        }
     for pattern in exclude:
         chosen -= _matching(pattern, adaptable, others, "adapters.exclude")
     if not chosen:
         raise RecipeError(
-            "no matrix is left to have an adapter", field="adapters.targets", got=", ".join(targets or ()), allowed=_ends(adaptable)
+            "the patterns leave no matrix to adapt",
+            field="adapters.targets",
+            got=", ".join(targets or ()),
+            allowed=_ends(adaptable),
         )
     return frozenset(chosen)
 
 
-def _matching(pattern: str, adaptable: Sequence[str], others: Sequence[str], field: str) -> set[str]:
-    found = {name for name in adaptable if _matches(pattern, name)}
-    if found:
-        return found
-    wrong = next((name for name in others if _matches(pattern, name)), None)
-    if wrong is not None:
+def _matching(
+    pattern: str, adaptable: Sequence[str], others: Sequence[str], field: str
+) -> set[str]:
+    matching = {name for name in adaptable if _matches(pattern, name)}
+    if matching:
+        return matching
+    unadaptable = next((name for name in others if _matches(pattern, name)), None)
+    if unadaptable is not None:
         raise RecipeError(
-            f"{wrong} is no projection of a block, and takes no adapter", field=field, got=pattern, allowed=_ends(adaptable)
+            f"{unadaptable} is not a projection of a block and cannot have an adapter",
+            field=field,
+            got=pattern,
+            allowed=_ends(adaptable),
         )
-    guess = nearest(pattern, [*dict.fromkeys(name.rpartition(".")[2] for name in adaptable), *adaptable])
+    guess = nearest(
+        pattern, [*dict.fromkeys(name.rpartition(".")[2] for name in adaptable), *adaptable]
+    )
     raise RecipeError(
         "matches no matrix of this model",
         field=field,

@@ -1,4 +1,4 @@
-"""One configurable decoder with the names and shapes of Hugging Face files."""
+"""Configurable decoder with the parameter names and shapes of Hugging Face files."""
 
 from shardwright.model.block import Block
 from shardwright.model.cache import KeyValueCache

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they begin with, what they add to a matrix, and which modules have one.
+"""Low-rank adapters: initial values, and merging into the adapted matrix.
 
 Legend: F out, D in, R rank, E experts.
 """
@@ -15,11 +15,16 @@ from shardwright.architecture.parameters import AdapterPart
 from shardwright.model.init import Narrow, initialise
 
 _ROWS_AT_ONCE = 1 << 24
-"""Elements of a matrix whose rows are measured at a time."""
+"""Matrix elements for which row norms are computed at a time."""
 
 
-def row_norms(weight_FD: Tensor, a_RD: Tensor | None = None, b_FR: Tensor | None = None, scale: float = 0.0) -> Tensor:
-    """Lengths of the rows of W + scale x B A, `[F]`, in fp32 at least; a part of the rows at a time, so no second W is held."""
+def row_norms(
+    weight_FD: Tensor, a_RD: Tensor | None = None, b_FR: Tensor | None = None, scale: float = 0.0
+) -> Tensor:
+    """Compute the norms of the rows of W + scale x B A, `[F]`, in fp32 or fp64.
+
+    Works on chunks of rows, so that no second W is in memory.
+    """
     wide = torch.promote_types(weight_FD.dtype, torch.float32)
     step = max(1, _ROWS_AT_ONCE // max(1, weight_FD.shape[1]))
     lengths = []
@@ -31,11 +36,13 @@ def row_norms(weight_FD: Tensor, a_RD: Tensor | None = None, b_FR: Tensor | None
     return torch.cat(lengths)
 
 
-def merged_weight(weight: Tensor, read: Callable[[AdapterPart], Tensor], adapters: AdapterShape, *, in_out: bool) -> Tensor:
-    """W with its adapter put in, in fp32 at least and lying as W lies.
+def merged_weight(
+    weight: Tensor, read: Callable[[AdapterPart], Tensor], adapters: AdapterShape, *, in_out: bool
+) -> Tensor:
+    """Merge an adapter into W; the result is in fp32 or fp64 and in W's layout.
 
     Args:
-        read: `lora_A`, `lora_B` (and `lora_magnitude_vector`) to the whole tensor.
+        read: returns the whole tensor of `lora_A`, `lora_B` or `lora_magnitude_vector`.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     update = adapters.scale * (read("lora_B").to(wide) @ read("lora_A").to(wide))
@@ -54,17 +61,20 @@ def begin(
     read_matrix: Callable[[str, Sequence[tuple[int, int]]], Tensor],
     in_out: bool,
 ) -> Tensor:
-    """What a part of an adapter is before the first step, or a slice of it: by name and seed, a magnitude by its matrix.
+    """Compute the initial values of an adapter's part, or of a slice of it.
+
+    They depend on its name and the seed; a DoRA magnitude depends on the adapted matrix.
 
     Args:
-        read_matrix: (name, (start, length) per dimension) to that slice of a frozen matrix, as the forward pass holds it.
-        in_out: whether the matrix lies `[in, out]`.
+        read_matrix: returns a slice of a frozen matrix, as in the forward pass, from its name
+            and (start, length) per dim.
+        in_out: True if the matrix is stored `[in, out]`.
     """
     if not isinstance(spec.init, RowNorms):
         return initialise(spec, seed, dtype=dtype, narrow=narrow)
     assert spec.beside is not None
     rows = (0, spec.shape[0]) if narrow is None or narrow[0] is None else narrow[0]
     columns = (0, spec.beside.shape[0 if in_out else 1])
-    # Whole rows, however ranks cut the matrix: the start must not depend on the layout.
+    # Whole rows, even if the matrix is sharded: initial values must not depend on the layout.
     matrix = read_matrix(spec.beside.name, (columns, rows) if in_out else (rows, columns))
     return row_norms(matrix.t() if in_out else matrix).to(dtype)

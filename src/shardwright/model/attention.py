@@ -1,6 +1,7 @@
-"""Causal self-attention of one block, through PyTorch's fused kernels or spelled out.
+"""Causal self-attention of one block, by PyTorch's fused kernels or by explicit products.
 
-Legend: B sequences, T query tokens, S key tokens, D hidden, H query heads, K key/value heads, E head_dim.
+Legend: B sequences, T query tokens, S key tokens, D hidden, H query heads, K key/value heads, E
+head_dim.
 """
 
 from __future__ import annotations
@@ -22,102 +23,158 @@ from shardwright.model.tensor_cut import TensorCut
 
 
 class Attention(nn.Module):
-    """Projections, optional q/k norms, rotation, attention, projection back."""
+    """Projections, optional q/k norms, rotary embedding, attention and output projection."""
 
     cuts: Cuts = WHOLE
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
-        self.index, self.layer, self.names = index, shape.layers[index], shape.names
-        self.head_dim, self.qk_norm, self.qkv_layout = shape.head_dim, shape.qk_norm, shape.qkv_layout
-        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
-        self.soft_cap, self.dropout = shape.attention_soft_cap, shape.attention_dropout
+        self.index = index
+        self.layer = shape.layers[index]
+        self.names = shape.names
+        self.head_dim = shape.head_dim
+        self.qk_norm = shape.qk_norm
+        self.qkv_layout = shape.qkv_layout
+        self.num_heads = shape.num_heads
+        self.num_kv_heads = shape.num_kv_heads
+        self.soft_cap = shape.attention_soft_cap
+        self.dropout = shape.attention_dropout
         self.has_sinks = shape.attention_sinks
         self.add_projections(shape)
 
     def add_projections(self, shape: ModelShape) -> None:
-        """Register projections, norms and sinks, in the order of the files."""
-        names, width, transposed = shape.names, shape.hidden_size, shape.matrix_layout == "in_out"
-        q_width, kv_width = shape.query_width, shape.kv_width
+        """Register projections, norms and sinks, in the order of the weight files."""
+        names = shape.names
+        width = shape.hidden_size
+        transposed = shape.matrix_layout == "in_out"
+        q_width = shape.query_width
+        kv_width = shape.kv_width
         sizes = {names.query: q_width, names.key: kv_width, names.value: kv_width}
         if names.qkv is not None:
             sizes = {names.qkv: q_width + 2 * kv_width}
         for name, num_out in sizes.items():
-            self.add_module(name, Linear(width, num_out, bias=shape.qkv_bias, transposed=transposed))
-        self.add_module(names.attention_out, Linear(q_width, width, bias=shape.attention_out_bias, transposed=transposed))
+            self.add_module(
+                name, Linear(width, num_out, bias=shape.qkv_bias, transposed=transposed)
+            )
+        self.add_module(
+            names.attention_out,
+            Linear(q_width, width, bias=shape.attention_out_bias, transposed=transposed),
+        )
         if shape.qk_norm is not None:
-            per_head = shape.qk_norm == "head"
-            for name, full in ((names.query_norm, q_width), (names.key_norm, kv_width)):
-                self.add_module(name, RMSNorm(shape.head_dim if per_head else full, shape.norm_eps, shape.norm_offset))
+            is_per_head = shape.qk_norm == "head"
+            for name, full_width in ((names.query_norm, q_width), (names.key_norm, kv_width)):
+                norm_width = shape.head_dim if is_per_head else full_width
+                self.add_module(name, RMSNorm(norm_width, shape.norm_eps, shape.norm_offset))
         if shape.attention_sinks:
             assert names.sinks is not None
             self.register_parameter(names.sinks, nn.Parameter(torch.empty(shape.num_heads)))
 
-    def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
+    ) -> Tensor:
         tensor = context.tensor
-        q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD if tensor is None else tensor.enter(x_BTD), tensor, dropout)
+        q_BTHE, k_BTKE, v_BTKE = self._project(
+            x_BTD if tensor is None else tensor.enter(x_BTD), tensor, dropout
+        )
         if self.layer.rope is not None:
             cos, sin = context.rope_tables[self.layer.rope]
-            q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
-        q_BHTE, k_BKSE, v_BKSE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
+            q_BTHE = rotate(q_BTHE, cos, sin)
+            k_BTKE = rotate(k_BTKE, cos, sin)
+        q_BHTE = q_BTHE.transpose(1, 2)
+        k_BKSE = k_BTKE.transpose(1, 2)
+        v_BKSE = v_BTKE.transpose(1, 2)
         if context.cache is not None:
             k_BKSE, v_BKSE = context.cache.extend(self.index, k_BKSE, v_BKSE)
         out_BHTE = self._attend(q_BHTE, k_BKSE, v_BKSE, context, dropout)
-        out = getattr(self, self.names.attention_out)
-        return out(out_BHTE.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave, dropout)
+        project_out = getattr(self, self.names.attention_out)
+        return project_out(
+            out_BHTE.transpose(1, 2).flatten(2), None if tensor is None else tensor.leave, dropout
+        )
 
-    def _project(self, x_BTD: Tensor, tensor: TensorCut | None, dropout: Dropout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the heads that this rank has."""
-        names, head_dim = self.names, self.head_dim
+    def _project(
+        self, x_BTD: Tensor, tensor: TensorCut | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values of this rank's heads."""
+        names = self.names
+        head_dim = self.head_dim
         if names.qkv is None:
-            q, k, v = (getattr(self, name)(x_BTD, None, dropout) for name in (names.query, names.key, names.value))
+            q, k, v = (
+                getattr(self, name)(x_BTD, None, dropout)
+                for name in (names.query, names.key, names.value)
+            )
         else:
             fused = getattr(self, names.qkv)(x_BTD, None, dropout)
             if self.qkv_layout == "heads":
                 q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
                 return q, k, v
             degree = 1 if tensor is None else tensor.degree
-            # Of fewer key-value heads than ranks, each rank has one.
-            q_width, kv_width = (max(1, heads // degree) * head_dim for heads in (self.num_heads, self.num_kv_heads))
+            # With fewer key-value heads than ranks, each rank has one.
+            q_width, kv_width = (
+                max(1, heads // degree) * head_dim for heads in (self.num_heads, self.num_kv_heads)
+            )
             q, k, v = fused.split([q_width, kv_width, kv_width], dim=-1)
         if self.qk_norm == "full":
             q = getattr(self, names.query_norm)(q, self._mean_square(tensor, self.num_heads))
             k = getattr(self, names.key_norm)(k, self._mean_square(tensor, self.num_kv_heads))
         q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
         if self.qk_norm == "head":
-            q, k = getattr(self, names.query_norm)(q), getattr(self, names.key_norm)(k)
+            q = getattr(self, names.query_norm)(q)
+            k = getattr(self, names.key_norm)(k)
         return q, k, v
 
-    def _mean_square(self, tensor: TensorCut | None, num_heads: int) -> Callable[[Tensor], Tensor] | None:
-        """The statistic of a norm over the features of all heads, of which each rank has some."""
+    def _mean_square(
+        self, tensor: TensorCut | None, num_heads: int
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return a function for the mean square over all heads, on all ranks."""
         if tensor is None:
             return None
-        # Ranks that have the same key-value head each add its squares.
+        # Several ranks may have the same key-value head; each of them adds its squares.
         features = max(num_heads, tensor.degree) * self.head_dim
         return lambda squares: tensor.sum(squares) / features
 
-    def _attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
+    def _attend(
+        self,
+        q_BHTE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        context: ForwardContext,
+        dropout: Dropout | None,
+    ) -> Tensor:
         if self.cuts.context is not None:
             return self.cuts.context.attend(self._terms(), q_BHTE, k_BKSE, v_BKSE, context, dropout)
         mask = context.masks[self.layer.window]
         dropout = dropout if self.dropout > 0.0 else None
         if self.soft_cap is not None or self.has_sinks or dropout is not None or context.explicit:
             return self._attend_explicitly(q_BHTE, k_BKSE, v_BKSE, mask, dropout, context.tensor)
-        # Of the CUDA kernels only the one without grouped heads takes a mask.
+        # The CUDA kernel that accepts a mask does not support grouped heads.
         group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
-        grouped = group_size > 1
-        if grouped and mask is not None and q_BHTE.is_cuda:
-            k_BKSE, v_BKSE = (part.repeat_interleave(group_size, dim=1) for part in (k_BKSE, v_BKSE))
-            grouped = False
-        causal = mask is None and q_BHTE.shape[2] > 1
+        is_grouped = group_size > 1
+        if is_grouped and mask is not None and q_BHTE.is_cuda:
+            k_BKSE, v_BKSE = (
+                part.repeat_interleave(group_size, dim=1) for part in (k_BKSE, v_BKSE)
+            )
+            is_grouped = False
+        is_causal = mask is None and q_BHTE.shape[2] > 1
         return F.scaled_dot_product_attention(
-            q_BHTE, k_BKSE, v_BKSE, mask, is_causal=causal, scale=self.layer.attention_scale, enable_gqa=grouped
+            q_BHTE,
+            k_BKSE,
+            v_BKSE,
+            mask,
+            is_causal=is_causal,
+            scale=self.layer.attention_scale,
+            enable_gqa=is_grouped,
         )
 
     def _terms(self) -> AttentionTerms:
-        sinks_H = getattr(self, self.names.sinks) if self.names.sinks is not None and self.has_sinks else None
+        sinks_H = (
+            getattr(self, self.names.sinks)
+            if self.names.sinks is not None and self.has_sinks
+            else None
+        )
         layer = self.layer
-        return AttentionTerms(self.index, layer.attention_scale, layer.window, self.soft_cap, self.dropout, sinks_H)
+        return AttentionTerms(
+            self.index, layer.attention_scale, layer.window, self.soft_cap, self.dropout, sinks_H
+        )
 
     def _attend_explicitly(
         self,
@@ -128,15 +185,19 @@ class Attention(nn.Module):
         dropout: Dropout | None,
         tensor: TensorCut | None,
     ) -> Tensor:
-        """The products spelled out; the softmax accumulates in fp32 at least."""
+        """Compute attention by explicit products; the softmax accumulates in fp32 or fp64."""
         num_heads = q_BHTE.shape[1]
-        k_BHSE, v_BHSE = (part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (k_BKSE, v_BKSE))
+        k_BHSE, v_BHSE = (
+            part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (k_BKSE, v_BKSE)
+        )
         scores_BHTS = (q_BHTE * self.layer.attention_scale) @ k_BHSE.transpose(-1, -2)
         if self.soft_cap is not None:
             scores_BHTS = torch.tanh(scores_BHTS / self.soft_cap) * self.soft_cap
         if mask is None:
-            seen = k_BHSE.shape[2] - q_BHTE.shape[2]
-            visible = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril(seen)
+            num_cached = k_BHSE.shape[2] - q_BHTE.shape[2]
+            visible = torch.ones(
+                scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device
+            ).tril(num_cached)
             scores_BHTS = scores_BHTS.masked_fill(~visible, float("-inf"))
         else:
             scores_BHTS = scores_BHTS + mask
@@ -148,10 +209,12 @@ class Attention(nn.Module):
         return weights_BHTS @ v_BHSE
 
     def _softmax(self, scores_BHTS: Tensor, dtype: torch.dtype) -> Tensor:
-        """Over the keys; with sinks, one more logit per head takes its share and gives nothing."""
+        """Compute the softmax over keys; a sink adds one logit per head to the denominator."""
         if not self.has_sinks:
             return torch.softmax(scores_BHTS, dim=-1, dtype=dtype)
         assert self.names.sinks is not None
         sinks_H = getattr(self, self.names.sinks).to(scores_BHTS.dtype)
         sinks_BHT1 = sinks_H[:, None, None].expand(*scores_BHTS.shape[:-1], 1)
-        return torch.softmax(torch.cat([scores_BHTS, sinks_BHT1], dim=-1), dim=-1, dtype=dtype)[..., :-1]
+        return torch.softmax(torch.cat([scores_BHTS, sinks_BHT1], dim=-1), dim=-1, dtype=dtype)[
+            ..., :-1
+        ]

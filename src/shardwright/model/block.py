@@ -1,4 +1,4 @@
-"""One block of the decoder: attention and feed-forward with their norms and residuals.
+"""Decoder block: attention and feed-forward with norms and residual connections.
 
 Legend: B sequences, T tokens, D hidden.
 """
@@ -20,75 +20,94 @@ from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.norms import LayerNorm, RMSNorm
 
 Recompute = Callable[..., Tensor]
-"""(function, *arguments) -> what the function returns."""
+"""(function, *arguments) -> result of the function, which the backward pass recomputes."""
 
 
 def build_norm(shape: ModelShape) -> nn.Module:
-    """A norm over the model's width."""
+    """Build a norm over the model's width."""
     if shape.norm == "layer":
         return LayerNorm(shape.hidden_size, shape.norm_eps)
     return RMSNorm(shape.hidden_size, shape.norm_eps, shape.norm_offset)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward with their norms and residuals.
+    """Attention and feed-forward with norms and residual connections.
 
-    `forward` is what FSDP wraps; the computation itself is `inner`, which recomputation calls again and compilation replaces.
+    FSDP wraps `forward`. The computation is `inner`: recomputation calls it again, and `run`
+    around it is compiled.
     """
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
-        self.index, self.names = index, shape.names
-        self.parallel, self.residual_scale = shape.parallel_residual, shape.residual_scale
-        self.dropout = shape.residual_dropout
         names = shape.names
+        self.index = index
+        self.names = names
+        self.parallel = shape.parallel_residual
+        self.residual_scale = shape.residual_scale
+        self.dropout = shape.residual_dropout
         self._add_norm(names.pre_attention_norm, shape)
-        self.add_module(names.attention, Attention(shape, index) if shape.latent is None else LatentAttention(shape, index))
+        self.add_module(
+            names.attention,
+            Attention(shape, index) if shape.latent is None else LatentAttention(shape, index),
+        )
         self._add_norm(names.post_attention_norm, shape)
         self._add_norm(names.pre_mlp_norm, shape)
         self.sparse = shape.layers[index].sparse
-        self.add_module(names.mlp, MixtureOfExperts(shape, index) if self.sparse else FeedForward(shape))
+        self.add_module(
+            names.mlp, MixtureOfExperts(shape, index) if self.sparse else FeedForward(shape)
+        )
         self._add_norm(names.post_mlp_norm, shape)
         self._recompute: Recompute | None = None
         self._run: Callable[[Tensor, ForwardContext, Dropout | None], Tensor] = self.run
 
     def forward(self, x_BTD: Tensor, context: ForwardContext) -> Tensor:
-        # The layer's number enters here and not in the computation, which a compiler would otherwise specialise to it.
+        # The layer's number is used here and not in the compiled computation, which the
+        # compiler would otherwise specialise to each number.
         dropout = None if context.dropout is None else context.dropout.of_layer(self.index)
         if context.cache is not None:
-            # Shapes change with every token: nothing to recompute, nothing worth compiling.
+            # Generation: nothing to recompute, and shapes change with every token, so compiling
+            # does not pay.
             return self.inner(x_BTD, context, dropout)
         return self._run(x_BTD, context, dropout)
 
     def run(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
-        """The block's function, recomputed in the backward pass where that was asked for.
+        """Compute the block, with activation recomputation if it is configured.
 
-        What is compiled is this, recomputation included: the compiler then knows what to keep. Around compiled code, selective
-        recomputation cannot see the operations: it would keep nothing and run the block three times.
+        Compilation includes recomputation, so the compiler knows what to keep. Outside compiled
+        code, selective recomputation does not see the operations: it would keep nothing and run
+        the block three times.
         """
         if self._recompute is None:
             return self.inner(x_BTD, context, dropout)
         return self._recompute(self.inner, x_BTD, context, dropout)
 
     def inner(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
-        """The block's function; `dropout` holds this layer's masks."""
+        """Compute the block; `dropout` has this layer's masks."""
         names = self.names
         normed = self._norm(names.pre_attention_norm, x_BTD)
-        attended = self._norm(names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout))
-        own = None if dropout is None else dropout.share(context.tensor)
-        attended = self._drop(attended, Site.ATTENTION_OUT, own)
+        attention_out = self._norm(
+            names.post_attention_norm, getattr(self, names.attention)(normed, context, dropout)
+        )
+        local_dropout = None if dropout is None else dropout.share(context.tensor)
+        attention_out = self._drop(attention_out, Site.ATTENTION_OUT, local_dropout)
         if self.parallel:
-            fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
-            return self._drop(fed, Site.FEED_FORWARD, own) + attended + x_BTD
-        x_BTD = self._add(x_BTD, attended)
-        fed = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
-        fed = self._drop(self._norm(names.post_mlp_norm, fed), Site.FEED_FORWARD, own)
-        return self._add(x_BTD, fed)
+            mlp_out = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
+            return self._drop(mlp_out, Site.FEED_FORWARD, local_dropout) + attention_out + x_BTD
+        x_BTD = self._add(x_BTD, attention_out)
+        mlp_out = self._feed(self._norm(names.pre_mlp_norm, x_BTD), context, dropout)
+        mlp_out = self._drop(
+            self._norm(names.post_mlp_norm, mlp_out), Site.FEED_FORWARD, local_dropout
+        )
+        return self._add(x_BTD, mlp_out)
 
     def _feed(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None) -> Tensor:
         module = getattr(self, self.names.mlp)
-        fed: Tensor = module(x_BTD, context, dropout) if self.sparse else module(x_BTD, context.tensor, dropout)
-        return fed
+        out_BTD: Tensor = (
+            module(x_BTD, context, dropout)
+            if self.sparse
+            else module(x_BTD, context.tensor, dropout)
+        )
+        return out_BTD
 
     def _add_norm(self, name: str | None, shape: ModelShape) -> None:
         if name is not None:

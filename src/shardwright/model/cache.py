@@ -1,6 +1,6 @@
-"""Keys and values of the tokens already seen, for generation.
+"""Cache of keys and values of preceding tokens, for generation.
 
-Legend: B sequences, S tokens held, T new tokens, K key/value heads, E head_dim.
+Legend: B sequences, S cached tokens, T new tokens, K key/value heads, E head_dim.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from shardwright.architecture import ModelShape
 
 
 class KeyValueCache:
-    """Room for `max_tokens` tokens of every layer; `Decoder.forward(..., cache=...)` fills it and moves `length` on.
+    """Key-value cache of up to `max_tokens` tokens for every layer.
 
-    Latent attention keeps latents and the keys' shared rotated part in the place of keys and values.
+    `Decoder.forward(..., cache=...)` appends to it and increases `length`, the number of cached
+    tokens. For latent attention it has the latents and the keys' shared rotated part. Under
+    tensor parallelism it has this rank's heads.
 
-    Its heads are those of this rank, where they lie over several.
-
-    longrope chooses its factors by `max_tokens`: a document must not change its rotation half way. Give it what the text
-    is going to be, prompt and continuation together.
+    longrope chooses its factors by `max_tokens`, because a document's rotation must not change
+    during generation: pass the length of prompt and continuation together.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KeyValueCache:
         self._values = torch.empty(*size, value_width, dtype=dtype, device=device)
 
     def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Hold one layer's new keys and values; returns all of them, `[B, K, S + T, E]`."""
+        """Append one layer's keys and values; return all of the layer, `[B, K, S + T, E]`."""
         end = self.length + k_BKTE.shape[2]
         assert end <= self.max_tokens, "the cache was built for fewer tokens"
         self._keys[layer, :, :, self.length : end] = k_BKTE

@@ -1,4 +1,4 @@
-"""What the blocks of one forward pass share: rotation tables, masks, dropout. Built once, read by every layer.
+"""State shared by the blocks of one forward pass: rotary tables, masks, dropout.
 
 Legend: B sequences, T query tokens, S key tokens, R rotated features.
 """
@@ -17,13 +17,13 @@ from shardwright.model.tensor_cut import TensorCut
 
 
 class ForwardContext:
-    """One forward pass, seen by a block.
+    """Inputs of a forward pass that all blocks share.
 
-    A plain class, and neither a dataclass nor a collection: FSDP2 looks into those among a module's inputs and casts the
-    float tensors that it finds to the compute precision, but the tables must keep theirs.
+    A plain class, not a dataclass or a collection: FSDP2 casts float tensors inside those to
+    the compute precision, and the tables must keep their own.
 
-    `masks` holds, per window, what is added to the scores (0 or -inf), `[B or 1, 1, T, S]`; None where plain causality (or,
-    for a single new token, no mask at all) says it.
+    `masks` has, per window, the mask added to the scores (0 or -inf), `[B or 1, 1, T, S]`. None
+    if the kernels' causal masking is enough, or if a single new token needs no mask.
     """
 
     def __init__(
@@ -66,33 +66,38 @@ def build_context(
     routing: RoutingContext | None = None,
     tensor: TensorCut | None = None,
 ) -> ForwardContext:
-    """Tables in fp32 (fp64 for fp64 activations), masks in the activations' precision.
+    """Build the context of a forward pass.
+
+    Tables are in fp32 (fp64 for fp64 activations), masks in the activations' precision.
 
     Args:
-        x_BTD: names device and precision.
-        positions_BT: of whole rows, as are `document_ids_BT`.
-        places_T: the places of the row that this rank has; None is all `num_tokens` of them.
-        tensor: this pass's tensor cut; what is made here is of all tokens, whether or not the residual stream is cut over them.
+        x_BTD: activations; only device and precision are used.
+        positions_BT: positions of whole rows; `document_ids_BT` covers whole rows too.
+        places_T: indices in the row of this context rank's tokens; None for all `num_tokens`.
+        tensor: tensor-parallel hooks of this pass. Tables and masks cover all tokens, also
+            under sequence parallelism.
     """
     seen = 0 if cache is None else cache.length
     table_dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
     lengths_BT = None
     if any(rope.kind == "longrope" for rope in shape.ropes):
         lengths_BT = document_lengths(positions_BT, document_ids_BT, cache)
-    places = places_T
-    if places is None:
-        places = torch.arange(num_tokens, device=x_BTD.device)
+    indices_T = places_T
+    if indices_T is None:
+        indices_T = torch.arange(num_tokens, device=x_BTD.device)
     else:
-        positions_BT = positions_BT[:, places]
-        lengths_BT = None if lengths_BT is None else lengths_BT[:, places]
+        positions_BT = positions_BT[:, indices_T]
+        lengths_BT = None if lengths_BT is None else lengths_BT[:, indices_T]
     return ForwardContext(
-        rope_tables=tuple(rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes),
+        rope_tables=tuple(
+            rope_tables(rope, positions_BT, lengths_BT, table_dtype) for rope in shape.ropes
+        ),
         masks={
             window: attention_mask(window, num_tokens, seen, document_ids_BT, x_BTD)
             for window in {layer.window for layer in shape.layers}
             if places_T is None
         },
-        dropout=None if dropout is None else Dropout.of(dropout, places, x_BTD.device),
+        dropout=None if dropout is None else Dropout.of(dropout, indices_T, x_BTD.device),
         explicit=explicit,
         cache=cache,
         routing=routing,
@@ -103,46 +108,59 @@ def build_context(
     )
 
 
-def default_positions(input_ids_BT: Tensor, document_ids_BT: Tensor | None, seen: int = 0) -> Tensor:
-    """`seen`, seen + 1... for each row, or 0, 1, 2... from the start of each document of it."""
+def default_positions(
+    input_ids_BT: Tensor, document_ids_BT: Tensor | None, seen: int = 0
+) -> Tensor:
+    """Build positions `seen`, seen + 1... per row, or 0, 1, 2... in each document."""
     num_tokens = input_ids_BT.shape[1]
-    places_T = torch.arange(seen, seen + num_tokens, device=input_ids_BT.device)
+    indices_T = torch.arange(seen, seen + num_tokens, device=input_ids_BT.device)
     if document_ids_BT is None:
-        return places_T[None]
+        return indices_T[None]
     starts_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values
-    return places_T - first_BT
+    first_BT = torch.where(starts_BT, indices_T, 0).cummax(dim=1).values
+    return indices_T - first_BT
 
 
-def document_lengths(positions_BT: Tensor, document_ids_BT: Tensor | None, cache: KeyValueCache | None = None) -> Tensor:
-    """Length of each token's document: the position of its last token + 1. Documents lie in one piece."""
+def document_lengths(
+    positions_BT: Tensor, document_ids_BT: Tensor | None, cache: KeyValueCache | None = None
+) -> Tensor:
+    """Compute the length of each token's document, in tokens.
+
+    It is the position of the document's last token + 1. Documents must be contiguous. With a
+    cache it is the cache's `max_tokens`.
+    """
     if cache is not None:
         return torch.full_like(positions_BT, cache.max_tokens)
     if document_ids_BT is None:
         return positions_BT[:, -1:].expand_as(positions_BT) + 1
     num_tokens = document_ids_BT.shape[1]
-    places_T = torch.arange(num_tokens, device=document_ids_BT.device)
+    indices_T = torch.arange(num_tokens, device=document_ids_BT.device)
     ends_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     ends_BT[:, :-1] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    last_BT = torch.where(ends_BT, places_T, num_tokens).flip(1).cummin(dim=1).values.flip(1)
+    last_BT = torch.where(ends_BT, indices_T, num_tokens).flip(1).cummin(dim=1).values.flip(1)
     return positions_BT.expand_as(last_BT).gather(1, last_BT) + 1
 
 
-def attention_mask(window: int | None, num_tokens: int, seen: int, document_ids_BT: Tensor | None, like: Tensor) -> Tensor | None:
-    """What is added to the scores of `num_tokens` queries that follow `seen` cached tokens; None as in `ForwardContext`.
+def attention_mask(
+    window: int | None, num_tokens: int, seen: int, document_ids_BT: Tensor | None, like: Tensor
+) -> Tensor | None:
+    """Build the mask added to the scores of `num_tokens` queries after `seen` cached tokens.
 
-    Made once in the precision of the activations: given a mask of booleans, the fused kernels' front would make one for
-    every layer and keep each for the backward pass.
+    None as in `ForwardContext`. The mask is built once, in the precision of the activations:
+    from a boolean mask, `F.scaled_dot_product_attention` would build one for every layer and
+    save each for the backward pass.
     """
     num_keys = seen + num_tokens
-    windowed = window is not None and window < num_keys
-    if not windowed and document_ids_BT is None and (seen == 0 or num_tokens == 1):
+    needs_window = window is not None and window < num_keys
+    if not needs_window and document_ids_BT is None and (seen == 0 or num_tokens == 1):
         return None
     visible = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=like.device).tril(seen)
-    if window is not None and windowed:
+    if window is not None and needs_window:
         visible = visible.triu(seen + 1 - window)
     visible = visible[None, None]
     if document_ids_BT is not None:
         visible = visible & (document_ids_BT[:, None, :, None] == document_ids_BT[:, None, None, :])
-    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        ~visible, float("-inf")
+    )

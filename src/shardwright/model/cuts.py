@@ -1,10 +1,11 @@
-"""Where a decoder that lies over several ranks needs the others: protocols, kept by `shardwright.parallel`.
+"""Communication hooks of a parallelised decoder; `shardwright.parallel` implements them.
 
-A decoder by itself has none of them. A cut one calls them at the few places where its function takes more than the rank holds, and
-is written once for both. Rows of ids, labels, positions and documents always come whole; the decoder takes this rank's places.
+On one rank the decoder has no hooks; the same code serves both cases. Rows of ids, labels,
+positions and documents are always whole; the decoder selects this rank's tokens.
 
-Legend: B sequences, T tokens of the row, L tokens of this context rank, S tokens of this rank's residual stream (L, or its share of
-L under sequence parallelism), D hidden, H query heads, K key/value heads, E head_dim, N tokens flat.
+Legend: B sequences, T tokens of the row, L tokens of this context rank, S tokens of this rank's
+residual stream (L, or a shard of L under sequence parallelism), D hidden, H query heads, K
+key/value heads, E head_dim, N tokens flat.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AttentionTerms:
-    """What one layer's attention is, besides queries, keys and values: its number, and what turns products into weights.
+    """Settings of one layer's attention.
 
-    `window` counts the tokens that a token sees, itself included. `sinks_H` has a logit for each head held here.
+    `window` is the number of tokens that a token attends to, itself included. `sinks_H` has one
+    logit per head of this rank.
     """
 
     layer: int
@@ -38,10 +40,10 @@ class AttentionTerms:
 
 
 class ContextCut(Protocol):
-    """Context parallelism: the row's tokens lie over ranks."""
+    """Hooks of context parallelism: the tokens of a row are sharded over ranks."""
 
     def places(self, num_tokens: int) -> Tensor:
-        """Which places of a row of `num_tokens` this rank has, `[L]`, in its order."""
+        """Return the indices of this rank's tokens in a row of `num_tokens`, `[L]`."""
         ...
 
     def attend(
@@ -53,12 +55,12 @@ class ContextCut(Protocol):
         context: ForwardContext,
         dropout: Dropout | None,
     ) -> Tensor:
-        """Attention of this rank's queries over the whole row, `[B, H, L, E]`."""
+        """Compute attention of this rank's queries over the whole row, `[B, H, L, E]`."""
         ...
 
 
 class Arrived(Protocol):
-    """Rows at the ranks of their experts, and what was computed while they travelled."""
+    """Rows at the ranks of their experts, and the result of the overlapped computation."""
 
     rows_RD: Tensor
     counts_e: Tensor
@@ -66,10 +68,11 @@ class Arrived(Protocol):
 
 
 class ExpertCut(Protocol):
-    """Expert parallelism: experts lie over `degree` ranks, which exchange tokens. Also what routers ask of other ranks.
+    """Hooks of expert parallelism, and communication of the routers.
 
-    `row_ranks` have tokens of the same rows (context parallelism). `loss_share` is this rank's share of a loss that
-    tensor-parallel ranks all compute alike, and whose gradients are summed over them.
+    Experts are sharded over `degree` ranks, which exchange tokens. `row_ranks` is the number of
+    ranks with tokens of the same rows (context parallelism). `loss_share` is the factor on a
+    loss that tensor-parallel ranks all compute and whose gradients are summed over them.
     """
 
     rank: int
@@ -77,26 +80,33 @@ class ExpertCut(Protocol):
     row_ranks: int
     loss_share: float
 
-    def dispatch(self, rows_MD: Tensor, counts_E: Tensor, meanwhile: Callable[[], Tensor] | None) -> Any:
-        """Rows sorted by expert to the ranks that hold the experts (`Arrived`); `meanwhile` runs while they travel."""
+    def dispatch(
+        self, rows_MD: Tensor, counts_E: Tensor, meanwhile: Callable[[], Tensor] | None
+    ) -> Any:
+        """Send rows, sorted by expert, to the ranks of their experts; returns `Arrived`.
+
+        `meanwhile` runs during the communication.
+        """
         ...
 
     def combine(self, out_RD: Tensor, arrived: Any) -> Tensor:
-        """The experts' outputs back where their rows came from, in the order in which they were sent, `[M, D]`."""
+        """Send the experts' outputs back to the source ranks, in the original order, `[M,
+        D]`.
+        """
         ...
 
     def sum_over_row(self, x: Tensor) -> Tensor:
-        """`x` summed in place over `row_ranks`; no gradient passes."""
+        """Sum `x` in place over the ranks of the same rows; no gradient flows."""
         ...
 
     def gather_row(self, experts_BLK: Tensor, places_L: Tensor | None) -> Tensor:
-        """The choices of whole rows, `[B, T, K]`; no gradient passes."""
+        """Gather the chosen experts of whole rows, `[B, T, K]`; no gradient flows."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """What of a decoder lies over several ranks; None for what does not."""
+    """Hooks of a decoder for each kind of parallelism; None for a kind that is not used."""
 
     tensor: TensorCut | None = None
     context: ContextCut | None = None
@@ -104,4 +114,4 @@ class Cuts:
 
 
 WHOLE = Cuts()
-"""A decoder on one rank."""
+"""Hooks of a decoder on one rank."""

@@ -1,9 +1,11 @@
-"""Weight gradients put off: the product that a backward pass may leave for later, when its rank would otherwise wait.
+"""Deferred weight gradients: products that run when the rank would otherwise wait.
 
-Zero-bubble schedules cut a backward into I, which gives the stage before its gradient, and W. Here I is an ordinary backward pass
-in which `Linear` keeps its input and its output's gradient instead of multiplying them, and W multiplies. W needs nothing of
-autograd's graph, so recomputation, FSDP2 and the gradients of everything else (norms, biases, embeddings, experts, and the head,
-whose gradient the chunked loss has made in the forward pass) work as they do without.
+Zero-bubble schedules split a backward pass into I (gradients of inputs, for the preceding
+stage) and W (gradients of weights). Here I is an ordinary backward pass in which `Linear`
+stores its input and its output's gradient; W multiplies them. W does not use autograd's graph,
+so recomputation, FSDP2 and all other gradients work unchanged: those of norms, biases,
+embeddings and experts, and that of the head, which the chunked loss computes in the forward
+pass.
 
 Legend: N tokens flat, I in, O out.
 """
@@ -20,23 +22,20 @@ from torch import Tensor, nn
 
 
 class Product(NamedTuple):
-    """A weight's gradient, not yet multiplied."""
+    """Factors of a weight's gradient."""
 
     weight: nn.Parameter
     x_NI: Tensor
     gradient_NO: Tensor
     transposed: bool
 
-    @torch.no_grad()
-    @torch.no_grad()
+    @torch.no_grad()  # the gradient would keep a recomputed input's graph alive
     def add(self) -> None:
-        """Multiply, and add the result to the weight's gradient.
-
-        Outside a backward pass autograd would watch: an input that was recomputed has a graph of its own, and the gradient would
-        keep it alive.
-        """
-        one, other = (self.x_NI, self.gradient_NO) if self.transposed else (self.gradient_NO, self.x_NI)
-        gradient = (one.t() @ other).to(self.weight.dtype)
+        """Multiply, and add the result to the weight's gradient."""
+        left, right = (
+            (self.x_NI, self.gradient_NO) if self.transposed else (self.gradient_NO, self.x_NI)
+        )
+        gradient = (left.t() @ right).to(self.weight.dtype)
         if self.weight.grad is None:
             self.weight.grad = gradient
         else:
@@ -44,14 +43,14 @@ class Product(NamedTuple):
 
 
 class WeightGradients:
-    """Where `Linear` leaves its products, while `deferring`; otherwise it multiplies at once."""
+    """Store of the products that `Linear` defers; outside `deferring` it multiplies at once."""
 
     def __init__(self) -> None:
         self._products: list[Product] | None = None
 
     @contextmanager
     def deferring(self) -> Iterator[list[Product]]:
-        """Bracket a backward pass; the list holds what it put off."""
+        """Defer weight gradients of a backward pass in this context to the yielded list."""
         assert self._products is None, "one backward pass at a time"
         self._products = []
         try:
@@ -59,14 +58,16 @@ class WeightGradients:
         finally:
             self._products = None
 
-    def linear(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, *, transposed: bool) -> Tensor:
-        """x @ weight (+ bias) in x's precision; `transposed` as in `Linear`."""
+    def linear(
+        self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, *, transposed: bool
+    ) -> Tensor:
+        """Compute x @ weight (+ bias) in x's precision; `transposed` as in `Linear`."""
         y: Tensor = _Linear.apply(x, weight.to(x.dtype), bias, _Owner(weight, transposed, self))
         return y
 
 
 class _Owner(NamedTuple):
-    """Beside the tensors: the parameter itself, which autograd would take for an input."""
+    """Parameter and store; inside a tuple, autograd does not take them for inputs."""
 
     weight: nn.Parameter
     transposed: bool
@@ -74,30 +75,34 @@ class _Owner(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """F.linear, whose weight's gradient may be left to `WeightGradients`."""
+    """F.linear whose weight gradient can be deferred to `WeightGradients`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: _Owner) -> Tensor:
-        ctx.owner = owner
+        ctx.reference = owner
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight.t() if owner.transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        owner: _Owner = ctx.owner
+        reference: _Owner = ctx.reference
         gradient = gradients[0]
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        # Detached: of a matrix `flatten` gives itself, and what waits must not keep autograd's graph.
-        x_NI, gradient_NO = x.detach().flatten(0, -2), gradient.detach().flatten(0, -2)
-        x_gradient = gradient @ (weight.t() if owner.transposed else weight) if wants_x else None
-        bias_gradient = gradient_NO.sum(0) if wants_bias else None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        # Detached: `flatten` returns a matrix itself, and stored tensors must not keep
+        # autograd's graph.
+        x_NI = x.detach().flatten(0, -2)
+        gradient_NO = gradient.detach().flatten(0, -2)
+        x_gradient = (
+            gradient @ (weight.t() if reference.transposed else weight) if needs_x else None
+        )
+        bias_gradient = gradient_NO.sum(0) if needs_bias else None
         weight_gradient = None
-        if wants_weight:
-            products = owner.deferral._products
+        if needs_weight:
+            products = reference.deferral._products
             if products is not None:
-                products.append(Product(owner.weight, x_NI, gradient_NO, owner.transposed))
+                products.append(Product(reference.weight, x_NI, gradient_NO, reference.transposed))
             else:
-                one, other = (x_NI, gradient_NO) if owner.transposed else (gradient_NO, x_NI)
-                weight_gradient = one.t() @ other
+                left, right = (x_NI, gradient_NO) if reference.transposed else (gradient_NO, x_NI)
+                weight_gradient = left.t() @ right
         return x_gradient, weight_gradient, bias_gradient, None

@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of the token, never of the rank, the micro-batch or the moment.
+"""Dropout whose masks depend on the token, not on rank, micro-batch or time.
 
-Every decision is an integer hash of (seed, step, site, layer, global sample index, place in the row, feature or head and
-key). Two layouts that see the same samples therefore drop the same activations, and recomputation repeats them without saved
-random states. The generators of torch are not touched.
+Every decision is an integer hash of (seed, step, site, layer, global sample index, index in the
+row, feature or head and key). So all layouts drop the same activations of a sample, and
+recomputation repeats them without saved random states. torch's generators are not used.
 
 Legend: B sequences, T tokens, S keys, H heads, D features.
 """
@@ -21,7 +21,7 @@ _BITS_32 = 0xFFFFFFFF
 
 
 class Site(IntEnum):
-    """Where in the decoder a mask is used; part of the hash."""
+    """Place in the decoder at which a mask is applied; part of the hash."""
 
     EMBEDDING = 1
     ATTENTION = 2
@@ -33,7 +33,7 @@ class Site(IntEnum):
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What one micro-batch's masks depend on: the run's seed, the optimizer step, and its samples' global indices `[B]`."""
+    """Inputs of one micro-batch's masks: seed, optimizer step, global sample indices `[B]`."""
 
     seed: int
     step: int
@@ -42,67 +42,89 @@ class DropoutKey:
 
 @dataclass(frozen=True)
 class Dropout:
-    """The masks of one forward pass, or of one layer of it; `keys_BT` hashes what they depend on so far."""
+    """Masks of one forward pass or one layer; `keys_BT` hashes their inputs so far."""
 
     keys_BT: Tensor
 
     @staticmethod
     def of(key: DropoutKey, places_T: Tensor, device: torch.device) -> Dropout:
-        """Hash the seed, the step, the sample indices and the tokens' places in the row; all but places may use 64 bits."""
+        """Hash seed, step, sample indices (64 bits each) and token indices (32 bits)."""
         samples_B = key.sample_indices_B.to(device=device, dtype=torch.int64)
         state_B = torch.zeros_like(samples_B, dtype=torch.int32)
         for part in (key.seed, key.seed >> 32, key.step, key.step >> 32):
             state_B = _mix(state_B ^ _signed(part))
         for part_B in (samples_B, samples_B >> 32):
             state_B = _mix(state_B ^ _low_bits(part_B))
-        return Dropout(_combine(state_B[:, None], places_T.to(device=device, dtype=torch.int32) + 1))
+        return Dropout(
+            _combine(state_B[:, None], places_T.to(device=device, dtype=torch.int32) + 1)
+        )
 
     def share(self, tensor: TensorCut | None) -> Dropout:
-        """The masks of this rank's tokens of the residual stream."""
+        """Select the masks of this rank's tokens of the residual stream."""
         return self if tensor is None else Dropout(tensor.share(self.keys_BT))
 
     def of_layer(self, index: int) -> Dropout:
-        """The masks of layer `index`; those outside the layers are not among them."""
+        """Derive the masks of layer `index`."""
         return Dropout(_mix(self.keys_BT ^ _signed(index + 1)))
 
     def drop(self, x_BTD: Tensor, rate: float, site: Site) -> Tensor:
-        """Zero each feature of each token with probability `rate`; the others are divided by 1 - rate."""
+        """Zero each feature of each token with probability `rate`; divide others by 1 -
+        rate.
+        """
         keys_BT = _mix(self.keys_BT ^ site.value)
-        return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate)
+        return _apply(
+            x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device)), rate
+        )
 
     def add_noise(self, x_BTD: Tensor, size: float) -> Tensor:
-        """Add to each feature of each token a number drawn evenly from [-size, size)."""
+        """Add a uniform number from [-size, size) to each feature of each token."""
         keys_BT = _mix(self.keys_BT ^ Site.NOISE.value)
         hashed_BTD = _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device))
         return x_BTD + (hashed_BTD.to(torch.float32) * (size * 2.0**-31)).to(x_BTD.dtype)
 
-    def drop_adapter(self, x_BTD: Tensor, rate: float, number: int, *, first_feature: int = 0) -> Tensor:
-        """`drop` for the inputs of one of a layer's adapters, of which `first_feature` is the first that this rank has."""
+    def drop_adapter(
+        self, x_BTD: Tensor, rate: float, number: int, *, first_feature: int = 0
+    ) -> Tensor:
+        """Apply `drop` to the inputs of a layer's adapter `number`.
+
+        `first_feature` is the index, in the whole model, of this rank's first input feature.
+        """
         keys_BT = _mix(_mix(self.keys_BT ^ Site.ADAPTER.value) ^ _signed(number + 1))
-        return _apply(x_BTD, _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device, first_feature)), rate)
+        return _apply(
+            x_BTD,
+            _combine(keys_BT[..., None], _numbers(x_BTD.shape[-1], x_BTD.device, first_feature)),
+            rate,
+        )
 
     def drop_attention(
-        self, weights_BHTS: Tensor, rate: float, *, first_head: int = 0, key_places_S: Tensor | None = None
+        self,
+        weights_BHTS: Tensor,
+        rate: float,
+        *,
+        first_head: int = 0,
+        key_places_S: Tensor | None = None,
     ) -> Tensor:
-        """The same for attention weights: one decision for each sample, head, query and key.
+        """Apply dropout to attention weights: one decision per sample, head, query and key.
 
         Args:
-            first_head: number in the whole model of the first head given.
-            key_places_S: the keys' places in the row; None is 0, 1, 2...
+            first_head: index in the whole model of the first head of `weights_BHTS`.
+            key_places_S: indices of the keys in the row; None for 0, 1, 2...
         """
         _, num_heads, _, num_keys = weights_BHTS.shape
         device = weights_BHTS.device
         keys_BT = _mix(self.keys_BT ^ Site.ATTENTION.value)
         keys_BHT = _combine(keys_BT[:, None], _numbers(num_heads, device, first_head)[:, None])
-        numbers_S = _numbers(num_keys, device) if key_places_S is None else key_places_S.to(torch.int32) + 1
-        return _apply(weights_BHTS, _combine(keys_BHT[..., None], numbers_S), rate)
+        indices_S = (
+            _numbers(num_keys, device) if key_places_S is None else key_places_S.to(torch.int32) + 1
+        )
+        return _apply(weights_BHTS, _combine(keys_BHT[..., None], indices_S), rate)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hash of 32 bits to 32 bits in which one flipped input bit flips about half of the output.
+    """Hash 32 bits to 32 bits; one flipped input bit flips about half of the output bits.
 
-    Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector). Products of int32 wrap around; `>>` brings copies of the
-    sign down, which the masks remove.
+    Source: Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector). int32 products wrap
+    around. `>>` extends the sign; the masks remove it.
     """
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
@@ -110,7 +132,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _combine(keys: Tensor, numbers: Tensor) -> Tensor:
-    """One hash per pair of a key and a number. Numbers are hashed first: neighbours must not stay neighbours."""
+    """Hash pairs of a key and a number; numbers are hashed first, so that neighbours differ."""
     return _mix(keys ^ _mix(numbers))
 
 
@@ -119,13 +141,13 @@ def _numbers(count: int, device: torch.device, first: int = 0) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The low 32 bits of `value` as an int32."""
+    """Return the low 32 bits of `value` as a signed number."""
     value &= _BITS_32
     return value - 2**32 if value >= 2**31 else value
 
 
 def _low_bits(values: Tensor) -> Tensor:
-    """The same for a tensor of int64."""
+    """Return the low 32 bits of int64 values as int32."""
     low = values & _BITS_32
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
 

@@ -1,8 +1,10 @@
-"""A model written as a Hugging Face folder: config.json, safetensors, generation_config.json and the tokenizer.
+"""Export of a model as a Hugging Face folder.
 
-`AutoModelForCausalLM.from_pretrained` loads the folder with equal logits; `tests/reference/test_export_families.py` holds it to
-that for every family. One tensor is in memory at a time: a safetensors file is a header that says where everything will
-be, which names, shapes and dtype suffice to write, and then the tensors' bytes one after another.
+It contains config.json, weights, generation_config.json and the tokenizer.
+`AutoModelForCausalLM.from_pretrained` loads the folder with equal logits;
+`tests/reference/test_export_families.py` checks that for every family. One tensor is in memory
+at a time: the header of a safetensors file needs only names, shapes and dtypes, and the
+tensors' bytes follow one after another.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from shardwright.errors import InputError, RunFailed, WeightsError
 from shardwright.model.load import INDEX_NAME, WEIGHTS_NAME
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Bytes of tensors in one file at most, unless one tensor alone is larger; a decimal 5 GB."""
+"""Maximum bytes of tensors per file, unless a single tensor is larger; a decimal 5 GB."""
 
 DTYPES: dict[torch.dtype, tuple[str, str]] = {
     torch.float32: ("F32", "float32"),
@@ -32,7 +34,7 @@ DTYPES: dict[torch.dtype, tuple[str, str]] = {
     torch.float16: ("F16", "float16"),
     torch.float64: ("F64", "float64"),
 }
-"""What a dtype is called in a safetensors header and in config.json."""
+"""Names of a dtype: in a safetensors header, in config.json."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -53,34 +55,36 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-"""The class that config.json names for each `model_type`."""
+"""Class name in config.json for each `model_type`."""
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_STALE_FIELDS = frozenset({"torch_dtype", "auto_map", "_name_or_path", "_commit_hash", "transformers_version"})
-"""Fields of the config that was read which would say something untrue of the folder that is written."""
+_STALE_FIELDS = frozenset(
+    {"torch_dtype", "auto_map", "_name_or_path", "_commit_hash", "transformers_version"}
+)
+"""Fields of the original config.json that are wrong for the exported folder."""
 
 
 class SavedTokenizer(Protocol):
-    """What an export needs of a tokenizer."""
+    """Tokenizer interface that an export needs."""
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a document."""
+        """Id at the end of a document."""
         ...
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Ids that begin a document."""
+        """Ids at the start of a document."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder."""
+        """Write the tokenizer's files into a folder."""
         ...
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of the folder: which part of which parameter, and how it is stored."""
+    """One tensor of the folder: its parameter, the slice of it, and the stored dtype."""
 
     spec: ParameterSpec
     piece: FilePiece
@@ -88,13 +92,13 @@ class FileTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes of the tensor in the file."""
         return self.piece.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ExportedFolder:
-    """What was written."""
+    """Result of an export."""
 
     path: Path
     weight_files: tuple[str, ...]
@@ -115,26 +119,32 @@ def write_folder(
     overwrite: bool = False,
     check: Callable[[Path], None] | None = None,
 ) -> ExportedFolder:
-    """Write the folder beside its place and rename it there, so that a folder of that name is always whole.
+    """Write the model's folder, under a temporary name first, so that `out` is always complete.
 
     Args:
-        out: the folder to make; one that holds something already is refused unless `overwrite`.
-        read: a parameter's name to its whole tensor; called in the decoder's order, once per file that holds any of it.
-        dtype: of the stored weights.
-        tokenizer: saved into the folder. Its ids, or null without one, fill bos, eos and pad where the config says nothing,
-            because transformers would otherwise assume those of the family's best-known vocabulary.
-        generation_config: content of generation_config.json; by default the special ids of the config.
-        check: called with the whole folder before it moves to its place; what it raises leaves nothing behind.
+        out: the folder to create; a folder that is not empty is refused unless `overwrite`.
+        read: returns a parameter's whole tensor by name; called in the decoder's order, once
+            per file with a part of it.
+        dtype: dtype of the stored weights.
+        tokenizer: saved into the folder. Its ids, or null without a tokenizer, fill bos, eos
+            and pad if the config does not set them: transformers would otherwise assume those
+            of the family's best-known vocabulary.
+        generation_config: content of generation_config.json; by default the special ids of the
+            config.
+        check: called with the complete temporary folder; if it raises, nothing is left on disk.
 
     Raises:
-        InputError: `out` is taken. WeightsError: a tensor of the wrong shape, or with values that are not finite in `dtype`.
+        InputError: `out` exists.
+        WeightsError: a tensor has the wrong shape, or values that are not finite in `dtype`.
         RunFailed: the disk is full, or the folder cannot be written.
     """
     out = Path(out)
     _check_vacant(out, overwrite)
     if dtype not in DTYPES:
         allowed = ", ".join(name for _, name in DTYPES.values())
-        raise InputError("weights are not stored in this dtype", field="dtype", got=dtype, allowed=allowed)
+        raise InputError(
+            "weights cannot be stored in this dtype", field="dtype", got=dtype, allowed=allowed
+        )
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -143,7 +153,9 @@ def write_folder(
         config = _config(shape, dtype, tokenizer)
         _write_json(partial / "config.json", config)
         if generation_config is None:
-            generation_config = {key: config[key] for key in _SPECIAL_IDS if config.get(key) is not None}
+            generation_config = {
+                key: config[key] for key in _SPECIAL_IDS if config.get(key) is not None
+            }
         _write_json(partial / "generation_config.json", generation_config)
         if tokenizer is not None:
             tokenizer.save(partial)
@@ -161,44 +173,68 @@ def write_folder(
 
 
 def file_tensors(specs: Sequence[ParameterSpec], dtype: torch.dtype) -> list[FileTensor]:
-    """The tensors of a folder in order: stacked experts one by one, and in fp32 what no gradient trains, as transformers has it."""
-    return [FileTensor(spec, piece, dtype if spec.trained else torch.float32) for spec in specs for piece in spec.pieces]
+    """List the tensors of a folder in order, stacked experts one by one.
+
+    Parameters without gradient are stored in fp32, as in transformers.
+    """
+    return [
+        FileTensor(spec, piece, dtype if spec.trained else torch.float32)
+        for spec in specs
+        for piece in spec.pieces
+    ]
 
 
 def plan_shards(tensors: Sequence[FileTensor], max_shard_bytes: int) -> list[list[FileTensor]]:
-    """Tensors in order, cut into files of at most `max_shard_bytes`; a larger tensor has a file of its own."""
+    """Split tensors, in order, into files of at most `max_shard_bytes`.
+
+    A larger tensor gets its own file.
+    """
     shards: list[list[FileTensor]] = []
-    room = 0
+    free_bytes = 0
     for tensor in tensors:
-        if not shards or tensor.size_bytes > room:
+        if not shards or tensor.size_bytes > free_bytes:
             shards.append([])
-            room = max_shard_bytes
+            free_bytes = max_shard_bytes
         shards[-1].append(tensor)
-        room -= tensor.size_bytes
+        free_bytes -= tensor.size_bytes
     return shards
 
 
-def _write_weights(folder: Path, tensors: Sequence[FileTensor], read: Callable[[str], Tensor], max_shard_bytes: int) -> list[str]:
+def _write_weights(
+    folder: Path, tensors: Sequence[FileTensor], read: Callable[[str], Tensor], max_shard_bytes: int
+) -> list[str]:
     shards = plan_shards(tensors, max_shard_bytes)
     names = [WEIGHTS_NAME]
     if len(shards) > 1:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
             _write_shard(file, shard, read)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
-        weight_map = {tensor.piece.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        weight_map = {
+            tensor.piece.name: name
+            for name, shard in zip(names, shards, strict=True)
+            for tensor in shard
+        }
         metadata = {
             "total_parameters": sum(tensor.piece.num_elements for tensor in tensors),
             "total_size": sum(tensor.size_bytes for tensor in tensors),
         }
-        _write_json(folder / INDEX_NAME, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+        _write_json(
+            folder / INDEX_NAME,
+            {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))},
+        )
     return names
 
 
-def _write_shard(file: BinaryIO, tensors: Sequence[FileTensor], read: Callable[[str], Tensor]) -> None:
+def _write_shard(
+    file: BinaryIO, tensors: Sequence[FileTensor], read: Callable[[str], Tensor]
+) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -210,7 +246,7 @@ def _write_shard(file: BinaryIO, tensors: Sequence[FileTensor], read: Callable[[
         }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, so that a mapped file is aligned
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes, for mapping
     file.write(len(text).to_bytes(8, "little") + text)
     for spec, group in groupby(tensors, key=lambda tensor: tensor.spec):
         members = list(group)
@@ -218,30 +254,39 @@ def _write_shard(file: BinaryIO, tensors: Sequence[FileTensor], read: Callable[[
         for tensor in members:
             part = whole[tuple(slice(start, stop) for start, stop in tensor.piece.box)].contiguous()
             file.write(part.view(-1).view(torch.uint8).numpy().data)
-        del whole, part  # each parameter is gone before the next is read
+        del whole, part  # free each parameter before the next is read
 
 
 def _stored(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tuple(tensor.shape) != spec.shape:
         raise WeightsError(
-            "the tensor has another shape than the model's", field=spec.name, got=list(tensor.shape), allowed=str(list(spec.shape))
+            "the tensor's shape is not that of the model's parameter",
+            field=spec.name,
+            got=list(tensor.shape),
+            allowed=str(list(spec.shape)),
         )
-    stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-    if not stored.isfinite().all():
-        were_finite = bool(tensor.isfinite().all())
+    converted = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    if not converted.isfinite().all():
+        was_finite = bool(tensor.isfinite().all())
         raise WeightsError(
-            "holds values too large for this dtype" if were_finite else "holds values that are not finite",
+            "has values too large for this dtype"
+            if was_finite
+            else "has values that are not finite",
             field=spec.name,
             got=DTYPES[dtype][1],
-            remedy="Export as bf16 or fp32" if were_finite else "Export an earlier checkpoint",
+            remedy="Export as bf16 or fp32" if was_finite else "Export an earlier checkpoint",
         )
-    return stored
+    return converted
 
 
-def _config(shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | None) -> dict[str, Any]:
-    """config.json: what was read, with what is true of this folder."""
+def _config(
+    shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | None
+) -> dict[str, Any]:
+    """Build config.json from the original one and the properties of this export."""
     config = {key: value for key, value in shape.to_config().items() if key not in _STALE_FIELDS}
-    class_name = shape.class_name if isinstance(shape, ForeignShape) else ARCHITECTURES[shape.family]
+    class_name = (
+        shape.class_name if isinstance(shape, ForeignShape) else ARCHITECTURES[shape.family]
+    )
     config |= {"architectures": [class_name], "model_type": shape.family, "dtype": DTYPES[dtype][1]}
     config["vocab_size"] = shape.vocab_size
     if isinstance(shape, ForeignShape) and shape.code is not None:
@@ -254,20 +299,25 @@ def _config(shape: ModelShape, dtype: torch.dtype, tokenizer: SavedTokenizer | N
 
 
 def _copy_code(code: Path, folder: Path) -> None:
-    """The Python code that makes the class, as it stands beside the weights that training began with."""
+    """Copy the Python code of the model's class from the folder of its original weights."""
     for file in sorted(code.glob("*.py")):
         shutil.copyfile(file, folder / file.name)
 
 
 def _check_vacant(out: Path, overwrite: bool) -> None:
     if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise InputError("the folder holds something already", field="out", got=out, remedy="Name another, or say --overwrite")
+        raise InputError(
+            "the folder is not empty",
+            field="out",
+            got=out,
+            remedy="Name another folder, or use --overwrite",
+        )
     if out.exists() and not out.is_dir():
-        raise InputError("this is a file, and a folder is to be written", field="out", got=out)
+        raise InputError("this is a file; the export is a folder", field="out", got=out)
 
 
 def _move(partial: Path, out: Path) -> None:
-    """Put the whole folder in its place. An older one steps aside first and goes only when the new one stands."""
+    """Rename `partial` to `out`; delete an older `out` afterwards, or restore it on failure."""
     old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
     if out.exists():
         out.rename(old)

@@ -1,9 +1,11 @@
-"""A model that our decoder does not know, behind the decoder's interface: transformers' class computes, all around it is ours.
+"""transformers' model classes behind the interface of our decoder.
 
-Ours are the loss with its one normaliser, the precisions, recompute, packed documents, and all that goes by a parameter's name:
-sharding, sums, norms, checkpoints, export.
+transformers' class computes the forward pass. Loss and normaliser, precision, recomputation and
+packed documents are ours, and so is all that uses parameter names: sharding, gradient sums and
+norms, checkpoints and export.
 
-Legend: B rows, T tokens of a row, N = B x T, R documents, L tokens of the longest, D hidden, V vocabulary.
+Legend: B rows, T tokens of a row, N = B x T, R documents, L tokens of the longest, D hidden, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -38,29 +40,37 @@ def build_decoder(
     compute_dtype: torch.dtype | None = None,
     expert_rules: ExpertRules | None = None,
 ) -> Decoder:
-    """The decoder of a shape, ours or another's; call it under `torch.device("meta")`."""
+    """Build the decoder of a shape; call it under `torch.device("meta")`."""
     kind = ForeignDecoder if isinstance(shape, ForeignShape) else Decoder
-    return kind(shape, attention=attention, loss_function=loss_function, compute_dtype=compute_dtype, expert_rules=expert_rules)
+    return kind(
+        shape,
+        attention=attention,
+        loss_function=loss_function,
+        compute_dtype=compute_dtype,
+        expert_rules=expert_rules,
+    )
 
 
 class ForeignDecoder(Decoder):
-    """Token ids to logits, or to the summed loss of their labels, through a class that we have not written.
+    """Decoder that computes with a transformers class.
 
-    Its parameters have the names of transformers' module, whose children these are. Documents that share a row are taken apart and
-    run as rows of their own, filled up at the end: a causal model cannot see what follows, so no mask has to be understood, and
-    the class's own default positions are the right ones.
+    Its children are those of transformers' module, so parameters have transformers' names.
+    Packed documents are split and run as separate rows, padded at the end: a causal model does
+    not attend to the padding, so no mask is needed, and the class's default positions are
+    right.
     """
 
     reads_root_backward = True
     interferes = True
-    """Whether blocks are run through precision and recompute, and the head is left to the loss."""
+    """True if blocks are wrapped (precision, recomputation) and the loss applies the head."""
 
     def _build(self, shape: ModelShape) -> None:
-        """Add the class's modules, and stand around its blocks and its head."""
+        """Add the class's modules; wrap its blocks and its head."""
         assert isinstance(shape, ForeignShape), shape.family
-        with torch.device("cpu"):  # its buffers are values, which no meta device keeps
+        with torch.device("cpu"):  # buffers have values, which a meta device would lose
             module = build_module(shape, eager=self.explicit_attention)
-        # Beside the tree of modules: its children are ours, and so their names stay those of the weights' files.
+        # Not registered as a submodule: its children are added below, so that parameters keep
+        # the names of the weight files.
         object.__setattr__(self, "_module", module)
         for name, child in module.named_children():
             self.add_module(name, child)
@@ -74,7 +84,7 @@ class ForeignDecoder(Decoder):
             module.get_submodule(shape.head).forward = _give_back
 
     def _adapt(self, adapters: AdapterShape) -> None:
-        """Put adapters beside the matrices that have one; they alone take gradients."""
+        """Add the adapters, the only trainable parameters."""
         for name in sorted(adapters.modules):
             module = self.get_submodule(name)
             assert isinstance(module, nn.Linear), name
@@ -86,7 +96,7 @@ class ForeignDecoder(Decoder):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Compute as the model without its adapters would, for as long as this is entered; see `Decoder.without_adapters`."""
+        """Disable the adapters inside this context; see `Decoder.without_adapters`."""
         for module in self._adapted:
             module.adapter_off = True
         try:
@@ -97,27 +107,27 @@ class ForeignDecoder(Decoder):
 
     @property
     def root(self) -> nn.Module:
-        """The module that holds everything."""
+        """Module that contains everything."""
         return self
 
     @property
     def final_norm(self) -> nn.Module | None:
-        """What follows the blocks is not known."""
+        """None: the modules after the blocks are not known."""
         return None
 
     @property
     def blocks(self) -> list[Any]:
-        """The class's blocks, in order."""
+        """Blocks of the class, in order."""
         return list(self.foreign.get_submodule(self._foreign_shape.blocks).children())
 
     @property
     def head_weight(self) -> Tensor:
-        """The projection to the vocabulary, `[V, D]`."""
+        """Projection to the vocabulary, `[V, D]`."""
         return self._head.weight  # type: ignore[return-value]
 
     @property
     def foreign(self) -> nn.Module:
-        """transformers' module itself."""
+        """transformers' module."""
         module: nn.Module = self.__dict__["_module"]
         return module
 
@@ -135,7 +145,7 @@ class ForeignDecoder(Decoder):
         self._recompute = run
 
     def compile_blocks(self, **options: Any) -> None:
-        """Refused: what a foreign block does between its products is not known to compile.
+        """Refuse to compile: a block of a transformers class may not be compilable.
 
         Raises:
             RecipeError: always.
@@ -148,47 +158,51 @@ class ForeignDecoder(Decoder):
         )
 
     def train(self, mode: bool = True) -> ForeignDecoder:
-        """Switch what the class does only in training, as far as the recipe left it any."""
+        """Set training or evaluation mode of the class too."""
         self.foreign.train(mode)
         super().train(mode)
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ForeignDecoder:
-        """Memory for the parameters; buffers keep their values, and what was one parameter is one again."""
-        kept = {name: buffer.to(device) for name, buffer in self.named_buffers()}
+        """Allocate parameters; keep the values of buffers and the ties between parameters."""
+        buffers = {name: buffer.to(device) for name, buffer in self.named_buffers()}
         super().to_empty(device=device, recurse=recurse)
-        for name, value in kept.items():
-            owner, _, leaf = name.rpartition(".")
-            self.get_submodule(owner)._buffers[leaf] = value
-        for name, owner in self._foreign_shape.ties:
+        for name, value in buffers.items():
             module, _, leaf = name.rpartition(".")
-            self.get_submodule(module)._parameters[leaf] = self.get_parameter(owner)
+            self.get_submodule(module)._buffers[leaf] = value
+        for name, tied_to in self._foreign_shape.ties:
+            module, _, leaf = name.rpartition(".")
+            self.get_submodule(module)._parameters[leaf] = self.get_parameter(tied_to)
         return self
 
     def _around(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward pass in the compute precision, recomputed where that is wished."""
+        """Wrap a block's forward pass for the compute precision and recomputation."""
 
-        def compute(*arguments: Any, **named: Any) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
             with self._precision(_parameters_within(block)):
-                return _own(forward(*arguments, **named))
+                return _own(forward(*args, **kwargs))
 
-        def run(*arguments: Any, **named: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if self._recompute is None or not torch.is_grad_enabled():
-                return compute(*arguments, **named)
-            return self._recompute(lambda *again: compute(*again, **named), *arguments)
+                return compute(*args, **kwargs)
+            return self._recompute(lambda *inputs: compute(*inputs, **kwargs), *args)
 
         return run
 
     @contextmanager
     def _precision(self, held: Sequence[_Held]) -> Iterator[None]:
-        """Parameters in the compute precision while entered: where FSDP2 has gathered them so, they are already.
+        """Cast parameters to the compute precision inside this context; FSDP2 may have done so.
 
-        In float64 whatever the class raises to float32 (norms, softmax) is raised to float64: proofs are no finer than that.
+        With float64, casts of the class to float32 (norms, softmax) go to float64 too, because
+        they would limit the accuracy of float64 checks.
         """
         cast: dict[int, Tensor] = {}
         try:
             for module, name, parameter in held:
-                if self.compute_dtype not in (None, parameter.dtype) and parameter.is_floating_point():
+                if (
+                    self.compute_dtype not in (None, parameter.dtype)
+                    and parameter.is_floating_point()
+                ):
                     value = cast.setdefault(id(parameter), parameter.to(self.compute_dtype))
                     module._parameters[name] = value  # type: ignore[assignment]
             with Widened() if self.compute_dtype == torch.float64 else contextlib.nullcontext():
@@ -198,8 +212,8 @@ class ForeignDecoder(Decoder):
                 module._parameters[name] = parameter
 
     def _outside_blocks(self) -> list[_Held]:
-        inside = {id(held.parameter) for block in self.blocks for held in _parameters_within(block)}
-        return [held for held in _parameters_within(self) if id(held.parameter) not in inside]
+        inside = {id(slot.parameter) for block in self.blocks for slot in _parameters_within(block)}
+        return [slot for slot in _parameters_within(self) if id(slot.parameter) not in inside]
 
     def forward(
         self,
@@ -210,50 +224,72 @@ class ForeignDecoder(Decoder):
         labels_BT: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Logits `[B, T, V]`, or with `labels_BT` (shifted already, -100 is not supervised) the supervised tokens' summed loss.
+        """Compute logits `[B, T, V]`, or with `labels_BT` the summed loss of supervised tokens.
 
-        Positions are the class's own: they begin at 0 in every document, as `positions_BT` always does here.
+        Labels are already shifted; -100 is not supervised. `positions_BT` is not used: the
+        class's default positions start at 0 in every document, as ours do.
         """
         if others.get("cache") is not None:
             raise ArchitectureError(
-                f"transformers' {self._foreign_shape.class_name} keeps its own cache, and we do not generate through it",
+                f"transformers' {self._foreign_shape.class_name} has its own cache; "
+                "generation with it is not supported",
                 field="model_type",
                 got=self.shape.family,
-                remedy="Export the model, and generate with transformers",
+                remedy="Export the model and generate with transformers",
             )
         row_loss: RowLoss | None = others.pop("row_loss", None)
         if row_loss is not None and not self._foreign_shape.plain_head:
             raise ArchitectureError(
-                f"the logits of transformers' {self._foreign_shape.class_name} are more than its head's product",
+                f"the logits of transformers' {self._foreign_shape.class_name} are not only "
+                "the product of its head",
                 field="preference",
                 got=self.shape.family,
-                remedy="Preferences are learned by models whose head is plain; fine-tune this one on the chosen responses",
+                remedy="Preference training needs logits that are a plain product; "
+                "fine-tune this model on the chosen responses instead",
             )
         weights_BT: Tensor | None = others.pop("weights_BT", None)
-        given = {name for name, value in others.items() if value is not None} - {"dropout"}
-        assert not given, f"a foreign model takes no {given}"
+        unsupported = {name for name, value in others.items() if value is not None} - {"dropout"}
+        assert not unsupported, f"a transformers model does not accept {unsupported}"
         if document_ids_BT is None:
-            return self._compute(input_ids_BT, labels_BT, None if row_loss is None else row_loss(Tensor.flatten), weights_BT)
-        places = take_apart(document_ids_BT, labels_BT)
+            return self._compute(
+                input_ids_BT,
+                labels_BT,
+                None if row_loss is None else row_loss(Tensor.flatten),
+                weights_BT,
+            )
+        documents = take_apart(document_ids_BT, labels_BT)
         if labels_BT is None:
-            return places.back(self._compute(places.rows(input_ids_BT, 0), None, None))
-        loss = None if row_loss is None else row_loss(lambda x_BT: places.rows(x_BT, 0).flatten())
-        weights_RL = None if weights_BT is None else places.rows(weights_BT, 0)
-        return self._compute(places.rows(input_ids_BT, 0), places.rows(labels_BT, IGNORED), loss, weights_RL)
+            return documents.back(self._compute(documents.rows(input_ids_BT, 0), None, None))
+        loss = (
+            None if row_loss is None else row_loss(lambda x_BT: documents.rows(x_BT, 0).flatten())
+        )
+        weights_RL = None if weights_BT is None else documents.rows(weights_BT, 0)
+        return self._compute(
+            documents.rows(input_ids_BT, 0), documents.rows(labels_BT, IGNORED), loss, weights_RL
+        )
 
     def _compute(
-        self, ids_RL: Tensor, labels_RL: Tensor | None, loss: LossFunction | None, weights_RL: Tensor | None = None
+        self,
+        ids_RL: Tensor,
+        labels_RL: Tensor | None,
+        loss: LossFunction | None,
+        weights_RL: Tensor | None = None,
     ) -> Tensor:
         with self._precision(self._outside_blocks()):
-            found: Tensor = self.foreign(input_ids=ids_RL).logits
+            # With a plain head these are the hidden states before it.
+            logits: Tensor = self.foreign(input_ids=ids_RL).logits
             if self._foreign_shape.plain_head:
-                return self.output(found, labels_RL, loss=loss, weights_BT=weights_RL)
+                return self.output(logits, labels_RL, loss=loss, weights_BT=weights_RL)
         if labels_RL is None:
-            return found
-        supervised = labels_RL != IGNORED
-        logits_SV = found[supervised].to(torch.promote_types(found.dtype, torch.float32))
-        losses_S = F.cross_entropy(logits_SV, labels_RL[supervised], reduction="none")
-        return losses_S.sum() if weights_RL is None else losses_S @ weights_RL[supervised].to(losses_S.dtype)
+            return logits
+        is_supervised = labels_RL != IGNORED
+        logits_SV = logits[is_supervised].to(torch.promote_types(logits.dtype, torch.float32))
+        losses_S = F.cross_entropy(logits_SV, labels_RL[is_supervised], reduction="none")
+        return (
+            losses_S.sum()
+            if weights_RL is None
+            else losses_S @ weights_RL[is_supervised].to(losses_S.dtype)
+        )
 
     def output(
         self,
@@ -264,18 +300,21 @@ class ForeignDecoder(Decoder):
         loss: LossFunction | None = None,
         weights_BT: Tensor | None = None,
     ) -> Tensor:
-        """What the head is given, to logits or to the summed loss of its labels."""
-        assert not cached, "a foreign model keeps no cache of ours"
-        weight_VD, bias_V = self.head_weight, self._head.bias
+        """Compute logits, or the summed loss of the labels, from the head's input."""
+        assert not cached, "a transformers model does not use our cache"
+        weight_VD = self.head_weight
+        bias_V = self._head.bias
         assert bias_V is None or isinstance(bias_V, Tensor)
         if labels_BT is None:
             return F.linear(hidden_BTD, weight_VD, bias_V)
         options = {} if weights_BT is None else {"weights_N": weights_BT.flatten()}
-        return (loss or self.loss_function)(hidden_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(), **options)
+        return (loss or self.loss_function)(
+            hidden_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(), **options
+        )
 
 
 class _Held(NamedTuple):
-    """A parameter where a module has it; a tied one stands in several."""
+    """A module's attribute that is a parameter; a tied parameter has several."""
 
     module: nn.Module
     name: str
@@ -292,18 +331,18 @@ def _parameters_within(module: nn.Module) -> list[_Held]:
 
 
 def _own(output: Any) -> Any:
-    """A block's output with memory of its own: a class may go on with it in place, which on a view would cut FSDP2's hook off."""
+    """Copy a block's output if it is a view: in-place operations would lose FSDP2's hook."""
     if isinstance(output, tuple):
         return (_own(output[0]), *output[1:])
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 def _beside(module: Any, scale: float) -> Callable[[Tensor], Tensor]:
-    """A linear module's forward pass with scale x B A beside its matrix, in whatever way the class multiplies with that."""
-    plain = module.forward
+    """Build a linear module's forward pass that adds scale x B A to the class's own product."""
+    base_forward = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        product: Tensor = plain(x)
+        product: Tensor = base_forward(x)
         if getattr(module, "adapter_off", False):
             return product
         update: Tensor = module.lora_B(module.lora_A(x))
@@ -313,13 +352,16 @@ def _beside(module: Any, scale: float) -> Callable[[Tensor], Tensor]:
 
 
 def _give_back(x: Tensor) -> Tensor:
-    """In place of the head: its product is made chunk by chunk with the loss."""
+    """Replace the head's forward pass: the loss computes the product, in chunks."""
     return x
 
 
 class Places(NamedTuple):
-    """Where the tokens of packed rows go when documents are rows: token n of the flat batch is token `column_N[n]` of row
-    `row_N[n]`; -1 for documents that are left out."""
+    """Map from the tokens of packed rows to rows of single documents.
+
+    Token n of the flat batch is token `column_N[n]` of row `row_N[n]`; row -1 is for omitted
+    documents.
+    """
 
     row_N: Tensor
     column_N: Tensor
@@ -328,21 +370,22 @@ class Places(NamedTuple):
     shape: torch.Size
 
     def rows(self, x_BT: Tensor, fill: int) -> Tensor:
-        """A batch's ids or labels as rows of documents, `[R, L]`."""
+        """Rearrange ids or labels of a batch into rows of documents, `[R, L]`."""
         x_RL = x_BT.new_full((self.num_rows, self.length), fill)
-        kept = self.row_N >= 0
-        x_RL[self.row_N[kept], self.column_N[kept]] = x_BT.flatten()[kept]
+        is_included = self.row_N >= 0
+        x_RL[self.row_N[is_included], self.column_N[is_included]] = x_BT.flatten()[is_included]
         return x_RL
 
     def back(self, x_RLV: Tensor) -> Tensor:
-        """What was computed of the documents, where their tokens stood, `[B, T, V]`."""
+        """Rearrange results of the documents into the packed rows, `[B, T, V]`."""
         return x_RLV[self.row_N, self.column_N].view(*self.shape, -1)
 
 
 def take_apart(document_ids_BT: Tensor, labels_BT: Tensor | None) -> Places:
-    """Each document a row; with labels, those in which nothing is supervised (the filling of a row) are left out.
+    """Split packed rows into one row per document.
 
-    One row always stays: under ZeRO every rank has to run.
+    With labels, documents without supervised tokens, such as padding, are omitted. One row
+    always remains: under ZeRO every rank has to run.
     """
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
@@ -352,20 +395,22 @@ def take_apart(document_ids_BT: Tensor, labels_BT: Tensor | None) -> Places:
     column_N = torch.arange(len(number_N), device=number_N.device) - starts_R[number_N]
     num_documents = len(starts_R)
     if labels_BT is None:
-        return Places(number_N, column_N, num_documents, int(column_N.max()) + 1, document_ids_BT.shape)
-    learnt_R = torch.zeros(num_documents, dtype=torch.bool, device=number_N.device)
-    learnt_R[number_N[labels_BT.flatten() != IGNORED]] = True
-    learnt_R[0] |= ~learnt_R.any()
-    new_number_R = torch.where(learnt_R, learnt_R.cumsum(0) - 1, -1)
+        return Places(
+            number_N, column_N, num_documents, int(column_N.max()) + 1, document_ids_BT.shape
+        )
+    is_supervised_R = torch.zeros(num_documents, dtype=torch.bool, device=number_N.device)
+    is_supervised_R[number_N[labels_BT.flatten() != IGNORED]] = True
+    is_supervised_R[0] |= ~is_supervised_R.any()
+    new_number_R = torch.where(is_supervised_R, is_supervised_R.cumsum(0) - 1, -1)
     row_N = new_number_R[number_N]
-    # Two tokens at least: on one alone a recurrent class leaves out how it forgets, and where a parameter takes no part on one rank
-    # only, ranks no longer sum the same gradients.
+    # At least two tokens: with one token a recurrent class does not use its decay parameters.
+    # If a parameter is unused on some ranks only, ranks no longer sum the same gradients.
     length = max(2, int(column_N[row_N >= 0].max()) + 1)
-    return Places(row_N, column_N, int(learnt_R.sum()), length, document_ids_BT.shape)
+    return Places(row_N, column_N, int(is_supervised_R.sum()), length, document_ids_BT.shape)
 
 
 class Widened(TorchFunctionMode):
-    """float64 wherever the code inside says float32."""
+    """Mode in which float32, wherever code names it, becomes float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}

@@ -1,4 +1,4 @@
-"""From the last norm's output to logits, and to the loss where all of them are held.
+"""Projection to the vocabulary: logits, and the loss computed from all logits at once.
 
 Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 """
@@ -14,13 +14,20 @@ from torch import Tensor, nn
 from shardwright.model.tensor_cut import Vocabulary
 
 LossFunction = Callable[..., Tensor]
-"""(hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap) -> summed loss. Where the head's rows lie over
-ranks, `vocabulary` tells which of them these are; `weights_N` is given where labels' losses have weights."""
+"""Function from the head's inputs to the summed loss.
+
+Arguments: (hidden_ND, head_weight_VD, head_bias | None, labels_N, *, logit_scale, soft_cap).
+Further keywords: `vocabulary`, if the head's rows are sharded over ranks, and `weights_N`, if
+losses of labels have weights.
+"""
 
 
 RowLoss = Callable[[Callable[[Tensor], Tensor]], LossFunction]
-"""A loss that asks more of a token than its label. It is given the way from a tensor of whole rows `[B, T]` to that of the tokens
-whose hidden states it will see `[N]`, which a context rank has some of."""
+"""Builder of a loss that needs more of a token than its label.
+
+Its argument is a function from a tensor of whole rows `[B, T]` to the values of the tokens
+`[N]` whose hidden states the loss gets; a context-parallel rank has a part of the tokens.
+"""
 
 
 def full_logits_loss(
@@ -35,20 +42,33 @@ def full_logits_loss(
     vocabulary: Vocabulary | None = None,
     weights_N: Tensor | None = None,
 ) -> Tensor:
-    """Summed cross-entropy with all logits held at once: the plain definition, for when no chunked loss is given."""
-    logits_NV = head_logits(hidden_ND, weight_VD, bias_V, logit_scale=logit_scale, soft_cap=soft_cap)
+    """Compute the summed cross-entropy from all logits at once; used without a chunked loss."""
+    logits_NV = head_logits(
+        hidden_ND, weight_VD, bias_V, logit_scale=logit_scale, soft_cap=soft_cap
+    )
     if vocabulary is not None:
         logits_NV = vocabulary.whole(logits_NV)
     accumulate = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     logits_NV = logits_NV.to(accumulate)
     if weights_N is None:
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
-    losses_N = F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="none", label_smoothing=label_smoothing)
+        return F.cross_entropy(
+            logits_NV, labels_N, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
+        )
+    losses_N = F.cross_entropy(
+        logits_NV, labels_N, ignore_index=-100, reduction="none", label_smoothing=label_smoothing
+    )
     return losses_N @ weights_N.to(accumulate)
 
 
-def head_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, logit_scale: float, soft_cap: float | None) -> Tensor:
-    """hidden @ weight^T + bias, scaled, then bent by cap * tanh(logits / cap)."""
+def head_logits(
+    hidden: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    *,
+    logit_scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    """Compute hidden @ weight^T + bias, scaled, then capped by cap * tanh(logits / cap)."""
     logits = F.linear(hidden, weight_VD, bias_V)
     if logit_scale != 1.0:
         logits = logits * logit_scale
@@ -58,7 +78,7 @@ def head_logits(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *, log
 
 
 class Head(nn.Module):
-    """The projection to the vocabulary, where it is not the embedding; `Decoder` reads its weight."""
+    """Weight of the projection to the vocabulary, if not tied; `Decoder` computes with it."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()

@@ -1,16 +1,20 @@
-"""Initial weights that depend on a parameter's name and the seed, and on nothing else.
+"""Initial weights that depend only on a parameter's name and the seed.
 
-The name is that of a weights file: experts that are stacked here begin as each of them would by itself.
+The name is that of the weights file: stacked experts get the same values as separate ones.
 
-A parameter is covered by tiles of 256 x 256 elements (over its last two dimensions; leading dimensions are walked one matrix
-at a time). Every tile is a stream of its own: the counter-based generator Philox-4x64, keyed by a hash of (seed, name), with
-its 256-bit counter starting at tile_number << 128, so two tiles can never meet. A rank that holds a slice, of rows or of
-columns, draws the tiles that the slice touches and no others; it needs neither the whole tensor's memory nor its time.
+A parameter is divided into tiles of 256 x 256 elements over its last two dims; leading dims are
+processed one matrix at a time. Every tile has its own random stream: the counter-based
+generator Philox-4x64, keyed by a hash of (seed, name), with its 256-bit counter starting at
+tile_number << 128, so streams never overlap. A rank with a shard, by rows or by columns,
+generates only the tiles that overlap its shard; it needs neither memory nor time for the whole
+tensor.
 
-The normals are NumPy's ziggurat in single precision: table look-ups and products, so one machine agrees with the next where
-Box-Muller would depend on the vector width behind `log` and `cos` (which is why torch's own CPU generator is not used: it
-switches formula with the instruction set). `tests/unit/model/test_init.py` pins values, and would show a NumPy that changes
-its stream. Values are scaled in float32 and only then cast, so a float64 run starts from exactly the float32 weights.
+Normal values come from NumPy's ziggurat method in single precision. It uses table look-ups and
+products, so machines agree. Box-Muller would depend on the vector width behind `log` and `cos`;
+torch's CPU generator is not used because its formula changes with the instruction set.
+`tests/unit/model/test_init.py` checks fixed values and so detects a changed stream of NumPy.
+Values are scaled in float32 and then cast, so a float64 run starts from exactly the float32
+weights.
 """
 
 from __future__ import annotations
@@ -30,24 +34,31 @@ TILE = 256
 """Rows and columns of a tile. Changing it changes every initial weight."""
 
 Narrow = Sequence[tuple[int, int] | None]
-"""Per dimension (start, length), or None for all of it."""
+"""(start, length) per dim, or None for the whole dim."""
 
 
 def initialise(
-    spec: ParameterSpec, seed: int, *, dtype: torch.dtype, device: torch.device | str | None = None, narrow: Narrow | None = None
+    spec: ParameterSpec,
+    seed: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    narrow: Narrow | None = None,
 ) -> Tensor:
-    """A parameter's initial value, or the slice of it that a rank holds.
+    """Compute a parameter's initial values, or those of a slice.
 
     Args:
-        spec: name, full shape and scheme (`Normal`, `Uniform`, `Ones`, `Zeros`).
-        seed: of the run.
-        dtype: of the result; the value is the float32 one, cast.
-        device: of the result. Numbers are always drawn on the CPU, so that devices agree.
-        narrow: per dimension (start, length); a slice equals the same slice of the whole, bit for bit.
+        spec: name, whole shape and scheme (`Normal`, `Uniform`, `Ones`, `Zeros`).
+        seed: seed of the run.
+        dtype: dtype of the result, cast from float32 values.
+        device: device of the result. Values are always generated on the CPU, so that devices
+            agree.
+        narrow: (start, length) per dim; the result is bit-equal to that slice of the whole.
 
-    >>> spec = ParameterSpec("lm_head.weight", (4, 8), role="head", layer=None, init=Normal(0.02))
+    >>> spec = ParameterSpec("lm_head.weight", (4, 8), "head", layer=None, init=Normal(0.02))
     >>> whole = initialise(spec, seed=0, dtype=torch.float32)
-    >>> torch.equal(initialise(spec, seed=0, dtype=torch.float32, narrow=[(1, 2), None]), whole[1:3])
+    >>> rows = initialise(spec, seed=0, dtype=torch.float32, narrow=[(1, 2), None])
+    >>> torch.equal(rows, whole[1:3])
     True
     """
     bounds = slice_bounds(spec.name, spec.shape, narrow)
@@ -63,43 +74,72 @@ def initialise(
         value = torch.empty(lengths, dtype=dtype)
         for piece in spec.pieces:
             _fill_piece(value, piece, bounds, seed, init)
-        if isinstance(init, Normal) and init.zero_row is not None and bounds[0][0] <= init.zero_row < bounds[0][1]:
+        if (
+            isinstance(init, Normal)
+            and init.zero_row is not None
+            and bounds[0][0] <= init.zero_row < bounds[0][1]
+        ):
             value[init.zero_row - bounds[0][0]] = 0.0
         return value if device is None else value.to(device)
     raise TypeError(f"{spec.name}: no rule for {init!r}")
 
 
-def slice_bounds(name: str, shape: Sequence[int], narrow: Narrow | None) -> tuple[tuple[int, int], ...]:
-    """(start, stop) per dimension of a narrowed tensor.
+def slice_bounds(
+    name: str, shape: Sequence[int], narrow: Narrow | None
+) -> tuple[tuple[int, int], ...]:
+    """Convert (start, length) per dim to (start, stop).
 
     >>> slice_bounds("w", (4, 8), [(1, 2), None])
     ((1, 3), (0, 8))
     """
     if narrow is None:
         narrow = (None,) * len(shape)
-    bounds = tuple((0, size) if part is None else (part[0], part[0] + part[1]) for part, size in zip(narrow, shape, strict=True))
+    bounds = tuple(
+        (0, size) if part is None else (part[0], part[0] + part[1])
+        for part, size in zip(narrow, shape, strict=True)
+    )
     for (start, stop), size in zip(bounds, shape, strict=True):
-        assert 0 <= start <= stop <= size, f"{name}: slice {start}:{stop} of a dimension of {size}"
+        assert 0 <= start <= stop <= size, f"{name}: slice {start}:{stop} of a dim of {size}"
     return bounds
 
 
-def _fill_piece(value: Tensor, piece: FilePiece, bounds: tuple[tuple[int, int], ...], seed: int, init: Normal | Uniform) -> None:
-    """Draw what `value`, the slice `bounds` of a parameter, has of one tensor of the files."""
-    common = piece.meet(bounds)
-    if common is None:
+def _fill_piece(
+    value: Tensor,
+    piece: FilePiece,
+    bounds: tuple[tuple[int, int], ...],
+    seed: int,
+    init: Normal | Uniform,
+) -> None:
+    """Fill what `value`, slice `bounds` of a parameter, has of one tensor of the files."""
+    overlap = piece.meet(bounds)
+    if overlap is None:
         return
-    target = value[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))]
-    inside = tuple((a - first, b - first) for (a, b), (first, _) in zip(common, piece.box, strict=True))
-    leading = len(piece.box) - len(piece.shape)  # one expert of a stack is a tensor of its own in a file
+    target = value[
+        tuple(
+            slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, bounds, strict=True)
+        )
+    ]
+    inside = tuple(
+        (a - first, b - first) for (a, b), (first, _) in zip(overlap, piece.box, strict=True)
+    )
+    leading = len(piece.box) - len(
+        piece.shape
+    )  # each stacked expert is a separate tensor in a file
     _fill(target[(0,) * leading], piece.name, piece.shape, inside[leading:], seed, init)
 
 
 def _fill(
-    value: Tensor, name: str, shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...], seed: int, init: Normal | Uniform
+    value: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    bounds: tuple[tuple[int, int], ...],
+    seed: int,
+    init: Normal | Uniform,
 ) -> None:
-    """Draw every tile that `bounds` touches and copy the part of it that is asked for."""
-    # One row or one number is a matrix too; from here on there are always two dimensions to tile.
-    matrix_shape, matrix_bounds = (1, 1, *shape)[-max(2, len(shape)) :], ((0, 1), (0, 1), *bounds)[-max(2, len(bounds)) :]
+    """Generate every tile that overlaps `bounds` and copy the overlap."""
+    # Vectors and scalars become matrices: tiles need two dims.
+    matrix_shape = (1, 1, *shape)[-max(2, len(shape)) :]
+    matrix_bounds = ((0, 1), (0, 1), *bounds)[-max(2, len(bounds)) :]
     value = value[(None,) * (len(matrix_shape) - len(shape))]
     key = _stream_key(seed, name)
 
@@ -115,7 +155,8 @@ def _fill(
         target = value[tile.leading][tile.target_rows, tile.target_columns]
         target.copy_(torch.from_numpy(values)[tile.rows, tile.columns])
 
-    # NumPy draws without the interpreter's lock, so threads help; torchrun's OMP_NUM_THREADS=1 keeps ranks of one node apart.
+    # NumPy's generator releases the GIL, so threads help. torchrun sets OMP_NUM_THREADS=1, so
+    # the ranks of a node do not compete.
     workers = min(torch.get_num_threads(), value.numel() // TILE**2)
     tiles = _tiles(matrix_shape, matrix_bounds)
     if workers <= 1:
@@ -128,12 +169,15 @@ def _fill(
 
 
 def _stream_key(seed: int, name: str) -> int:
-    """128 bits from seed and name. A seed, unlike `hash`, is the same in every process."""
-    return int.from_bytes(hashlib.sha256(f"shardwright initial weights\n{seed}\n{name}".encode()).digest()[:16], "little")
+    """Hash seed and name to 128 bits; unlike `hash`, the same in every process."""
+    return int.from_bytes(
+        hashlib.sha256(f"shardwright initial weights\n{seed}\n{name}".encode()).digest()[:16],
+        "little",
+    )
 
 
 class _Tile:
-    """One tile: its number in the whole tensor, its size, the part wanted, and where that goes in the slice."""
+    """Tile: number in the whole tensor, size, the part to copy, and its place in the slice."""
 
     __slots__ = ("columns", "leading", "number", "rows", "shape", "target_columns", "target_rows")
 
@@ -141,12 +185,14 @@ class _Tile:
         self.number = number
         self.leading = leading
         self.shape = (rows.size, columns.size)
-        self.rows, self.target_rows = rows.part, rows.target
-        self.columns, self.target_columns = columns.part, columns.target
+        self.rows = rows.part
+        self.target_rows = rows.target
+        self.columns = columns.part
+        self.target_columns = columns.target
 
 
 class _Span:
-    """A tile's extent along one dimension, cut with what is wanted of that dimension."""
+    """Extent of a tile along one dim, and its overlap with the requested range."""
 
     __slots__ = ("index", "part", "size", "target")
 
@@ -154,7 +200,8 @@ class _Span:
         first = index * TILE
         self.index = index
         self.size = min(TILE, size - first)
-        start, stop = max(wanted[0], first), min(wanted[1], first + self.size)
+        start = max(wanted[0], first)
+        stop = min(wanted[1], first + self.size)
         self.part = slice(start - first, stop - first)
         self.target = slice(start - wanted[0], stop - wanted[0])
 
@@ -168,13 +215,17 @@ def _spans(size: int, wanted: tuple[int, int]) -> list[_Span]:
 def _tiles(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Iterator[_Tile]:
     *leading_shape, num_rows, num_columns = shape
     *leading_bounds, row_bounds, column_bounds = bounds
-    tiles_per_row, tiles_per_column = -(-num_columns // TILE), -(-num_rows // TILE)
-    row_spans, column_spans = _spans(num_rows, row_bounds), _spans(num_columns, column_bounds)
+    tiles_per_row = -(-num_columns // TILE)
+    tiles_per_column = -(-num_rows // TILE)
+    row_spans = _spans(num_rows, row_bounds)
+    column_spans = _spans(num_columns, column_bounds)
     for position in product(*(range(start, stop) for start, stop in leading_bounds)):
-        matrix = 0
+        matrix_index = 0
         for index, size in zip(position, leading_shape, strict=True):
-            matrix = matrix * size + index
-        leading = tuple(index - start for index, (start, _) in zip(position, leading_bounds, strict=True))
+            matrix_index = matrix_index * size + index
+        leading = tuple(
+            index - start for index, (start, _) in zip(position, leading_bounds, strict=True)
+        )
         for rows, columns in product(row_spans, column_spans):
-            number = (matrix * tiles_per_column + rows.index) * tiles_per_row + columns.index
+            number = (matrix_index * tiles_per_column + rows.index) * tiles_per_row + columns.index
             yield _Tile(number, leading, rows, columns)

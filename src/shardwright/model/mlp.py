@@ -1,4 +1,4 @@
-"""The feed-forward of a block: two products around an activation, or three with a gate.
+"""Feed-forward of a block: two matrix products with an activation, or three with a gate.
 
 Legend: B sequences, T tokens, D hidden, F feed-forward width.
 """
@@ -29,11 +29,11 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
 }
-"""(gradient, input) -> gradient of the input, for the activations whose gradient needs it."""
+"""(gradient, input) -> gradient of the input; activations without an entry do not need it."""
 
 
 def gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
-    """activation(gate) * up."""
+    """Compute activation(gate) * up."""
     if torch.compiler.is_compiling() or activation not in _BACKWARD:
         return ACTIVATIONS[activation](gate_BTF) * up_BTF
     gated: Tensor = _Gate.apply(gate_BTF, up_BTF, activation)
@@ -41,7 +41,10 @@ def gate(activation: Activation, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """Keeps the two projections and computes the activation again: one tensor of feed-forward width less per layer."""
+    """activation(gate) * up that saves the two projections and recomputes the activation.
+
+    This needs one tensor of feed-forward width less per layer.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, activation: Activation) -> Tensor:
@@ -57,42 +60,57 @@ class _Gate(torch.autograd.Function):
 
 
 class FeedForward(nn.Module):
-    """down(activation(gate x) * up x), or down(activation(up x)) without a gate; the model's width unless another is given."""
+    """down(activation(gate x) * up x), or down(activation(up x)) without a gate.
+
+    `intermediate_size` None stands for the model's.
+    """
 
     def __init__(self, shape: ModelShape, intermediate_size: int | None = None) -> None:
         super().__init__()
         self.names = names = shape.names
         self.activation = shape.activation
-        width, transposed = shape.hidden_size, shape.matrix_layout == "in_out"
+        width = shape.hidden_size
+        transposed = shape.matrix_layout == "in_out"
         inner = shape.intermediate_size if intermediate_size is None else intermediate_size
-        wide = [names.gate_up] if names.gate_up else [names.gate, names.up]
-        for name in wide:
+        for name in [names.gate_up] if names.gate_up else [names.gate, names.up]:
             if name is not None:
                 num_out = 2 * inner if name == names.gate_up else inner
-                self.add_module(name, Linear(width, num_out, bias=shape.mlp_bias, transposed=transposed))
-        self.add_module(names.down, Linear(inner, width, bias=shape.mlp_bias, transposed=transposed))
+                self.add_module(
+                    name, Linear(width, num_out, bias=shape.mlp_bias, transposed=transposed)
+                )
+        self.add_module(
+            names.down, Linear(inner, width, bias=shape.mlp_bias, transposed=transposed)
+        )
 
-    def forward(self, x_BTD: Tensor, tensor: TensorCut | None = None, dropout: Dropout | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, tensor: TensorCut | None = None, dropout: Dropout | None = None
+    ) -> Tensor:
         if tensor is None:
             return self.products(x_BTD, None, dropout)
         return self.products(tensor.enter(x_BTD), tensor.leave, dropout)
 
     def products(
-        self, x_BTD: Tensor, sum_shares: Callable[[Tensor], Tensor] | None = None, dropout: Dropout | None = None
+        self,
+        x_BTD: Tensor,
+        sum_shares: Callable[[Tensor], Tensor] | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
-        """The function of the weights that this rank holds; of ranks that each have some of the features, a share unless summed."""
+        """Compute with this rank's weights: a partial result under tensor parallelism.
+
+        `sum_shares` sums it over the ranks.
+        """
         names = self.names
 
-        def wide(name: str) -> Tensor:
-            projected: Tensor = getattr(self, name)(x_BTD, None, dropout)
-            return projected
+        def project(name: str) -> Tensor:
+            projection: Tensor = getattr(self, name)(x_BTD, None, dropout)
+            return projection
 
         if names.gate_up is not None:
-            gate_BTF, up_BTF = wide(names.gate_up).chunk(2, dim=-1)
+            gate_BTF, up_BTF = project(names.gate_up).chunk(2, dim=-1)
             inner_BTF = gate(self.activation, gate_BTF, up_BTF)
         elif names.gate is not None:
-            inner_BTF = gate(self.activation, wide(names.gate), wide(names.up))
+            inner_BTF = gate(self.activation, project(names.gate), project(names.up))
         else:
-            inner_BTF = ACTIVATIONS[self.activation](wide(names.up))
+            inner_BTF = ACTIVATIONS[self.activation](project(names.up))
         out_BTD: Tensor = getattr(self, names.down)(inner_BTF, sum_shares, dropout)
         return out_BTD

@@ -1,7 +1,7 @@
-"""The feed-forward of a sparse layer: a router, experts in stacked parameters, and shared experts that see every token.
+"""Feed-forward of a sparse layer: router, stacked experts and shared experts.
 
-Legend: B rows, T tokens of a row, N = B x T, D hidden, E experts, K experts per token, F an expert's width, M rows sorted by
-expert (N x K of them, but for dropped ones).
+Legend: B rows, T tokens of a row, N = B x T, D hidden, E experts, K experts per token, F an
+expert's width, M rows sorted by expert (N x K minus dropped ones).
 """
 
 from __future__ import annotations
@@ -33,32 +33,37 @@ from shardwright.model.routing import (
 
 
 class Router(nn.Module):
-    """Scores of every expert for every token. The balance bias takes no gradient: the step moves it."""
+    """Linear layer from tokens to expert logits; the train step updates its balance bias."""
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
-        num, names = experts.num_experts, shape.names
-        self.weight = nn.Parameter(torch.empty(num, shape.hidden_size))
-        self.bias = nn.Parameter(torch.empty(num)) if experts.router_bias else None
-        self.balance_name = names.balance_bias if experts.balance_bias else None
+        num_experts = experts.num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, shape.hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if experts.router_bias else None
+        self.balance_name = shape.names.balance_bias if experts.balance_bias else None
         if self.balance_name is not None:
-            self.register_parameter(self.balance_name, nn.Parameter(torch.empty(num), requires_grad=False))
+            balance_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+            self.register_parameter(self.balance_name, balance_bias)
 
     @property
     def balance_bias(self) -> Tensor | None:
-        """Added to the scores when experts are chosen, `[E]`."""
+        """Bias added to the scores for the choice of experts, `[E]`, or None."""
         return None if self.balance_name is None else getattr(self, self.balance_name)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        # In fp32 at least: which experts are chosen hangs on small differences (Switch Transformer, section 2.4).
+        # In fp32 or fp64: small differences decide the choice of experts (Switch Transformer,
+        # section 2.4).
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        return F.linear(x_ND.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        return F.linear(
+            x_ND.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide)
+        )
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards, one per expert, their matrices stacked: `[E, 2F, D]` and `[E, D, F]`, or transposed.
+    """Gated feed-forwards with stacked matrices: `[E, 2F, D]` and `[E, D, F]`, or transposed.
 
-    After `adapt` a matrix is W + scale x B A, expert by expert: A `[E, R, in]`, B `[E, out, R]`, however W lies.
+    After `adapt` each expert computes with W + scale x B A: A `[E, R, in]`, B `[E, out, R]`,
+    for both layouts of W.
     """
 
     cuts: Cuts = WHOLE
@@ -67,52 +72,88 @@ class Experts(nn.Module):
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
-        self.shape, self.activation = experts, shape.activation
-        self.gate_up_name, self.down_name = shape.names.expert_gate_up, shape.names.expert_down
+        self.shape = experts
+        self.activation = shape.activation
+        self.gate_up_name = shape.names.expert_gate_up
+        self.down_name = shape.names.expert_down
         self.adapted: set[str] = set()
         self.num_in: dict[str, int] = {}
-        num, width, inner = experts.num_experts, shape.hidden_size, experts.intermediate_size
-        for name, num_in, num_out in ((self.gate_up_name, width, 2 * inner), (self.down_name, inner, width)):
-            size = (num, num_out, num_in) if experts.matrix_layout == "out_in" else (num, num_in, num_out)
-            self.register_parameter(name, nn.Parameter(torch.empty(size)))
+        num_experts = experts.num_experts
+        width = shape.hidden_size
+        inner = experts.intermediate_size
+        for name, num_in, num_out in (
+            (self.gate_up_name, width, 2 * inner),
+            (self.down_name, inner, width),
+        ):
+            sides = (num_out, num_in) if experts.matrix_layout == "out_in" else (num_in, num_out)
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *sides)))
             if experts.expert_bias:
-                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num, num_out)))
+                self.register_parameter(
+                    f"{name}_bias", nn.Parameter(torch.empty(num_experts, num_out))
+                )
 
     def adapt(self, adapters: AdapterShape, name: str) -> None:
-        """Put an adapter beside one of the two stacks."""
+        """Add an adapter to one of the two stacks."""
         self.adapters = adapters
         self.adapted.add(name)
-        num, num_out, num_in = getattr(self, name).shape
+        num_experts, num_out, num_in = getattr(self, name).shape
         if self.shape.matrix_layout == "in_out":
             num_out, num_in = num_in, num_out
-        self.register_parameter(f"{name}_lora_A", nn.Parameter(torch.empty(num, adapters.rank, num_in)))
-        self.register_parameter(f"{name}_lora_B", nn.Parameter(torch.empty(num, num_out, adapters.rank)))
+        self.register_parameter(
+            f"{name}_lora_A", nn.Parameter(torch.empty(num_experts, adapters.rank, num_in))
+        )
+        self.register_parameter(
+            f"{name}_lora_B", nn.Parameter(torch.empty(num_experts, num_out, adapters.rank))
+        )
 
     def quantise(self, name: str) -> None:
-        """Hold one of the two stacks, which is frozen then, as bytes (`nf4`)."""
-        assert self.shape.matrix_layout == "out_in", "blocks go along a product's inputs"
+        """Freeze one of the two stacks and store it as bytes (`nf4`)."""
+        assert self.shape.matrix_layout == "out_in", (
+            "quantisation blocks lie along a product's inputs"
+        )
         weight = getattr(self, name)
         self.num_in[name] = weight.shape[2]
         shape = (*weight.shape[:2], packed_width(weight.shape[2]))
-        setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=weight.device), requires_grad=False))
+        setattr(
+            self,
+            name,
+            nn.Parameter(
+                torch.empty(shape, dtype=torch.uint8, device=weight.device), requires_grad=False
+            ),
+        )
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """What each row's expert makes of it, `[M, D]`."""
+        """Apply each row's expert, `[M, D]`."""
         gate_up_M2F = self._product(self.gate_up_name, x_MD, counts_E)
-        # Of ranks whose features make partial sums the first adds the bias; the others keep it in their graph, as DDP wants it.
-        first = self.cuts.tensor is None or self.cuts.tensor.rank == 0
-        return self._product(self.down_name, self._gate(gate_up_M2F), counts_E, bias_share=1.0 if first else 0.0)
+        # Tensor-parallel ranks compute partial sums, so only the first adds the bias. The
+        # others multiply it by 0: DDP needs every parameter in the graph.
+        is_first = self.cuts.tensor is None or self.cuts.tensor.rank == 0
+        return self._product(
+            self.down_name, self._gate(gate_up_M2F), counts_E, bias_share=1.0 if is_first else 0.0
+        )
 
-    def _product(self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_share: float = 1.0) -> Tensor:
+    def _product(
+        self, name: str, x_MD: Tensor, counts_E: Tensor, *, bias_share: float = 1.0
+    ) -> Tensor:
         weight = getattr(self, name)
         if weight.dtype == torch.uint8:
             out_MF = nf4.expert_product(x_MD, weight, counts_E, self.num_in[name])
         else:
-            out_MF = grouped_product(x_MD, weight.to(x_MD.dtype), counts_E, transposed=self.shape.matrix_layout == "out_in")
+            out_MF = grouped_product(
+                x_MD,
+                weight.to(x_MD.dtype),
+                counts_E,
+                transposed=self.shape.matrix_layout == "out_in",
+            )
         if self.adapters is not None and self.adapter_on and name in self.adapted:
-            a_ERD, b_EFR = (getattr(self, f"{name}_{part}").to(x_MD.dtype) for part in ("lora_A", "lora_B"))
+            a_ERD, b_EFR = (
+                getattr(self, f"{name}_{part}").to(x_MD.dtype) for part in ("lora_A", "lora_B")
+            )
             low_MR = grouped_product(x_MD, a_ERD, counts_E, transposed=True)
-            out_MF = out_MF + grouped_product(low_MR, b_EFR, counts_E, transposed=True) * self.adapters.scale
+            out_MF = (
+                out_MF
+                + grouped_product(low_MR, b_EFR, counts_E, transposed=True) * self.adapters.scale
+            )
         if not self.shape.expert_bias:
             return out_MF
         bias_EF = getattr(self, f"{name}_bias").to(x_MD.dtype)
@@ -121,7 +162,8 @@ class Experts(nn.Module):
 
     def _gate(self, gate_up_M2F: Tensor) -> Tensor:
         if self.shape.gate_up_layout == "interleaved":
-            gate_MF, up_MF = gate_up_M2F[..., ::2], gate_up_M2F[..., 1::2]
+            gate_MF = gate_up_M2F[..., ::2]
+            up_MF = gate_up_M2F[..., 1::2]
         else:
             gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
         if self.shape.swiglu_limit is None:
@@ -132,101 +174,135 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Every token through the experts that its router chose, weighed, and through the shared experts."""
+    """Weighted sum of each token's chosen experts, plus the shared experts."""
 
     cuts: Cuts = WHOLE
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
         assert shape.experts is not None
-        self.index, self.shape, self.names = index, shape.experts, shape.names
+        self.index = index
+        self.shape = shape.experts
+        self.names = shape.names
         self.add_module(self.names.router, Router(shape, self.shape))
         self.add_module(self.names.experts, Experts(shape, self.shape))
         if self.shape.shared_intermediate_size:
-            self.add_module(self.names.shared_experts, FeedForward(shape, self.shape.shared_intermediate_size))
+            self.add_module(
+                self.names.shared_experts, FeedForward(shape, self.shape.shared_intermediate_size)
+            )
 
     @property
     def balance_bias(self) -> Tensor | None:
-        """Added to the scores when experts are chosen, `[E]`; None where the family has none."""
+        """Bias added to the scores for the choice of experts, `[E]`, or None."""
         router: Router = getattr(self, self.names.router)
         return router.balance_bias
 
-    def forward(self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None) -> Tensor:
-        # Tensor-parallel ranks route the same tokens; what their features make of them are partial sums, and so is every gradient.
+    def forward(
+        self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
+    ) -> Tensor:
+        # Tensor-parallel ranks route the same tokens; their outputs and gradients are partial
+        # sums.
         tensor = context.tensor
         x_BTD = x_BTD if tensor is None else tensor.enter(x_BTD)
         routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
-            shared = partial(getattr(self, self.names.shared_experts).products, x_BTD, None, dropout)
+            shared = partial(
+                getattr(self, self.names.shared_experts).products, x_BTD, None, dropout
+            )
         routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD
         return out_BTD if tensor is None else tensor.leave(out_BTD)
 
-    def run_experts(self, x_ND: Tensor, routing: Routing, meanwhile: Callable[[], Tensor] | None) -> tuple[Tensor, Tensor | None]:
-        """The weighed sum of what each token's experts make of it, `[N, D]`; `meanwhile` runs while tokens travel."""
+    def run_experts(
+        self, x_ND: Tensor, routing: Routing, meanwhile: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the weighted sum of each token's experts, `[N, D]`, and `meanwhile`'s result.
+
+        `meanwhile` runs during the communication of expert parallelism.
+        """
         num_tokens, copies = routing.experts_NK.shape
         counts_E = count_tokens(routing.experts_NK, self.shape.num_experts)
         slots_M = routing.experts_NK.flatten().argsort(stable=True)
         if routing.has_drops:
             slots_M = slots_M[: int(counts_E.sum())]  # drops sort last
         rows_MD = take_rows(x_ND, slots_M, copies)
-        experts, cut = getattr(self, self.names.experts), self.cuts.expert
-        if cut is None or cut.degree == 1:
+        experts = getattr(self, self.names.experts)
+        hooks = self.cuts.expert
+        if hooks is None or hooks.degree == 1:
             out_MD = experts(rows_MD, counts_E)
-            done = None if meanwhile is None else meanwhile()
+            overlapped = None if meanwhile is None else meanwhile()
         else:
-            arrived = cut.dispatch(rows_MD, counts_E, meanwhile)
-            out_MD, done = cut.combine(experts(arrived.rows_RD, arrived.counts_e), arrived), arrived.meanwhile
+            dispatched = hooks.dispatch(rows_MD, counts_E, meanwhile)
+            out_MD = hooks.combine(experts(dispatched.rows_RD, dispatched.counts_e), dispatched)
+            overlapped = dispatched.meanwhile
         out_NKD = put_rows(out_MD, slots_M, num_tokens * copies).unflatten(0, (num_tokens, copies))
-        return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), done
+        return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
 
     def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
-        """Choose experts; in training also count, drop beyond capacity, and add the router's losses to the gradient."""
+        """Choose experts; in training also count, limit to capacity, and add router losses."""
         router: Router = getattr(self, self.names.router)
         logits_NE = router(x_BTD.flatten(0, 1))
-        experts_NK, weights_NK, probabilities_NE = choose_experts(self.shape, logits_NE, router.balance_bias)
+        experts_NK, weights_NK, probabilities_NE = choose_experts(
+            self.shape, logits_NE, router.balance_bias
+        )
         training = context.routing
         if training is None:
             return Routing(experts_NK, weights_NK)
-        rows, rules = x_BTD.shape[0], training.rules
-        experts_BTK = experts_NK.unflatten(0, (rows, -1))
-        balance, z = self._losses(experts_BTK, probabilities_NE, logits_NE)
+        rules = training.rules
+        experts_BTK = experts_NK.unflatten(0, (x_BTD.shape[0], -1))
+        balance_loss, z_loss = self._losses(experts_BTK, probabilities_NE, logits_NE)
         if rules.balance_loss_coefficient or rules.z_loss_coefficient:
-            loss = rules.balance_loss_coefficient * balance + rules.z_loss_coefficient * z
+            loss = rules.balance_loss_coefficient * balance_loss + rules.z_loss_coefficient * z_loss
             share = 1.0 if self.cuts.expert is None else self.cuts.expert.loss_share
-            weights_NK = add_to_gradient(weights_NK, loss, training.row_weight * (share / training.num_sparse_layers))
+            weights_NK = add_to_gradient(
+                weights_NK, loss, training.row_weight * (share / training.num_sparse_layers)
+            )
         tokens_E = count_tokens(experts_NK, self.shape.num_experts)
-        dropped = tokens_E.new_zeros(())
+        num_dropped = tokens_E.new_zeros(())
         if rules.capacity_factor is not None:
-            kept_NK = self._within_capacity(experts_BTK, rules.capacity_factor, context.places_T)
-            experts_NK = experts_NK.masked_fill(~kept_NK, self.shape.num_experts)
-            weights_NK = weights_NK.masked_fill(~kept_NK, 0.0)
-            dropped = (~kept_NK).sum()
-        training.statistics[self.index] = RouterStatistics(tokens_E, dropped, balance.detach(), z.detach())
+            dropped_NK = ~self._within_capacity(
+                experts_BTK, rules.capacity_factor, context.places_T
+            )
+            experts_NK = experts_NK.masked_fill(dropped_NK, self.shape.num_experts)
+            weights_NK = weights_NK.masked_fill(dropped_NK, 0.0)
+            num_dropped = dropped_NK.sum()
+        training.statistics[self.index] = RouterStatistics(
+            tokens_E, num_dropped, balance_loss.detach(), z_loss.detach()
+        )
         return Routing(experts_NK, weights_NK, has_drops=rules.capacity_factor is not None)
 
-    def _losses(self, experts_BTK: Tensor, probabilities_NE: Tensor, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """Balance and z losses, each summed over rows: this rank's part, where several have tokens of a row.
+    def _losses(
+        self, experts_BTK: Tensor, probabilities_NE: Tensor, logits_NE: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute balance and z losses summed over rows, or this context rank's part of them.
 
-        The shares of experts have no gradient, so of the ranks of a row only their counts are summed; each then takes its own
-        tokens' part of the mean probabilities.
+        The experts' shares of tokens have no gradient, so only their counts are summed over a
+        row's ranks; each rank uses its own tokens' part of the mean probabilities.
         """
-        cut, num_experts = self.cuts.expert, self.shape.num_experts
-        rows, num_tokens, _ = experts_BTK.shape
+        hooks = self.cuts.expert
+        num_experts = self.shape.num_experts
+        num_rows, num_tokens, _ = experts_BTK.shape
         counts_BE = count_tokens_by_row(experts_BTK, num_experts)
-        if cut is not None:
-            counts_BE, num_tokens = cut.sum_over_row(counts_BE), num_tokens * cut.row_ranks
+        if hooks is not None:
+            counts_BE = hooks.sum_over_row(counts_BE)
+            num_tokens *= hooks.row_ranks
         shares_BE = counts_BE.to(probabilities_NE.dtype) / num_tokens
-        means_BE = probabilities_NE.unflatten(0, (rows, -1)).sum(1) / num_tokens
-        balance = num_experts * (shares_BE * means_BE).sum()
-        z = logits_NE.logsumexp(-1).square().sum() / num_tokens
-        return balance, z
+        means_BE = probabilities_NE.unflatten(0, (num_rows, -1)).sum(1) / num_tokens
+        balance_loss = num_experts * (shares_BE * means_BE).sum()
+        z_loss = logits_NE.logsumexp(-1).square().sum() / num_tokens
+        return balance_loss, z_loss
 
-    def _within_capacity(self, experts_BTK: Tensor, capacity_factor: float, places_T: Tensor | None) -> Tensor:
-        """Which choices fit, `[N, K]`; several ranks of a row look at all of it."""
+    def _within_capacity(
+        self, experts_BTK: Tensor, capacity_factor: float, places_T: Tensor | None
+    ) -> Tensor:
+        """Return True for choices within capacity, `[N, K]`, from all choices of the row."""
         if self.cuts.expert is None or places_T is None:
-            return within_capacity(experts_BTK, self.shape.num_experts, capacity_factor).flatten(0, 1)
+            return within_capacity(experts_BTK, self.shape.num_experts, capacity_factor).flatten(
+                0, 1
+            )
         whole_BTK = self.cuts.expert.gather_row(experts_BTK, places_T)
-        return within_capacity(whole_BTK, self.shape.num_experts, capacity_factor)[:, places_T].flatten(0, 1)
+        return within_capacity(whole_BTK, self.shape.num_experts, capacity_factor)[
+            :, places_T
+        ].flatten(0, 1)

@@ -1,14 +1,16 @@
-"""Frozen matrices in 4 bits: to bytes and back, and products that never keep the dequantised matrix.
+"""NF4 quantisation of frozen matrices, and products that do not save the dequantised matrix.
 
-The code is NF4, the 16 quantiles of a normal distribution scaled to [-1, 1]; a block of 64 is scaled by its largest magnitude.
-Bytes lie as `architecture.quantised` says. Where rows are multiples of the block, codes and scales are those of bitsandbytes.
+NF4 has 16 values, quantiles of a normal distribution scaled to [-1, 1]; a block of 64 elements
+is scaled by its largest magnitude. `architecture.quantised` defines the layout of the bytes. If
+rows are multiples of the block, codes and scales are those of bitsandbytes.
 
-A dequantised matrix is as large as the one that was not kept: the backward pass makes it again from the bytes, as it needs it for
-the gradient of the inputs only.
+The backward pass needs the matrix for the gradient of the inputs only, and dequantises it
+again.
 
 Legend: D in, F out, P bytes of a row, K blocks of a row, E experts, M rows.
 
-Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), section 3 and appendix E; the table is bitsandbytes'.
+Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), section 3 and appendix E; the table is
+bitsandbytes'.
 """
 
 from __future__ import annotations
@@ -25,19 +27,20 @@ from shardwright.architecture.quantised import BLOCK, code_width, columns_of
 from shardwright.model.grouped import grouped_product
 
 TABLE = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _ELEMENTS_AT_ONCE = 1 << 24
-"""Of a matrix on its way: in fp32, and with indices, it is some ten times as wide as what rests."""
+"""Matrix elements converted at a time, which need about ten times their packed bytes."""
 
 ReadSlice = Callable[[str, Sequence[tuple[int, int]]], Tensor]
-"""(parameter name, (start, length) per dimension) -> that slice of it."""
+"""(parameter name, (start, length) per dim) -> slice of the parameter."""
 
 
 def pack(values: Tensor) -> Tensor:
-    """Bytes `[.., rows, P]` of whole rows of numbers `[.., rows, columns]`, computed in fp32.
+    """Quantise whole rows `[.., rows, columns]` to bytes `[.., rows, P]`; computed in fp32.
 
     >>> packed = pack(torch.tensor([[0.5, -1.0, 0.0, 0.25]]))
     >>> packed.shape[-1], unpack(packed, 4, torch.float32)[0, 1:3].tolist()
@@ -61,7 +64,7 @@ def _pack_rows(values_FD: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """The numbers `[.., rows, columns]` of bytes `[.., rows, P]`: entry of the table x scale, in fp32, then cast."""
+    """Dequantise bytes `[.., rows, P]` to values `[.., rows, columns]`: in fp32, then cast."""
     flat_FP = packed.reshape(-1, packed.shape[-1])
     rows = _rows_at_once(flat_FP)
     if flat_FP.shape[0] <= rows:
@@ -76,11 +79,15 @@ def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     scales_FK = packed_FP[:, width:].contiguous().view(torch.float32)
     pairs_FC2 = F.embedding(packed_FP[:, :width].int(), _pairs(packed_FP.device))
     values_FD = F.pad(pairs_FC2.flatten(1), (0, scales_FK.shape[1] * BLOCK - 2 * width))
-    return (values_FD.unflatten(1, (-1, BLOCK)) * scales_FK[..., None]).to(dtype).flatten(1)[:, :columns]
+    return (
+        (values_FD.unflatten(1, (-1, BLOCK)) * scales_FK[..., None])
+        .to(dtype)
+        .flatten(1)[:, :columns]
+    )
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """The two numbers of every byte, `[256, 2]`: the first element's code is in the upper half."""
+    """Build the two values of every byte, `[256, 2]`; the first is in the upper 4 bits."""
     table = torch.tensor(TABLE, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
 
@@ -89,33 +96,38 @@ def _rows_at_once(matrix: Tensor) -> int:
     return max(1, _ELEMENTS_AT_ONCE // max(1, matrix.shape[-1]))
 
 
-def packed_slice(matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: ReadSlice) -> Tensor:
-    """A slice of the bytes that hold a matrix, by reading whole rows of it.
+def packed_slice(
+    matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: ReadSlice
+) -> Tensor:
+    """Read a slice of a matrix's bytes, by quantising whole rows of the matrix.
 
     Args:
-        narrow: of the bytes.
-        read: of the matrix, by its name.
+        narrow: slice of the bytes, (start, length) per dim.
+        read: returns a slice of the matrix by its name.
     """
     start, length = narrow[-1]
     rows = read(matrix.name, (*narrow[:-1], (0, matrix.shape[-1])))
     return pack(rows)[..., start : start + length]
 
 
-def held_slice(matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: ReadSlice, dtype: torch.dtype) -> Tensor:
-    """A slice of a matrix as a forward pass sees it: quantised whole, and back."""
-    columns, (start, length) = matrix.shape[-1], narrow[-1]
+def held_slice(
+    matrix: ParameterSpec, narrow: Sequence[tuple[int, int]], read: ReadSlice, dtype: torch.dtype
+) -> Tensor:
+    """Read a slice of a matrix, quantised and dequantised as in the forward pass."""
+    columns = matrix.shape[-1]
+    start, length = narrow[-1]
     rows = read(matrix.name, (*narrow[:-1], (0, columns)))
     return unpack(pack(rows), columns, dtype)[..., start : start + length]
 
 
 def linear(x: Tensor, packed_FP: Tensor, num_in: int) -> Tensor:
-    """x @ W^T of a packed W with `num_in` columns, or with those of them that a cut left; in x's precision."""
+    """Compute x @ W^T in x's precision; packed W has `num_in` columns or a shard of them."""
     product: Tensor = _Product.apply(x, packed_FP, columns_of(packed_FP.shape[1], num_in))
     return product
 
 
 class _Product(torch.autograd.Function):
-    """Keeps bytes, and dequantises twice."""
+    """x @ W^T that saves W's bytes and dequantises in the forward and the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed_FP: Tensor, columns: int) -> Tensor:
@@ -130,23 +142,34 @@ class _Product(torch.autograd.Function):
 
 
 def expert_product(x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, num_in: int) -> Tensor:
-    """Each row times its expert's packed matrix, `[M, F]`; rows and counts as `grouped_product` takes them."""
-    product: Tensor = _ExpertProduct.apply(x_MD, packed_EFP, counts_E, columns_of(packed_EFP.shape[2], num_in))
+    """Multiply each row by its expert's packed matrix, `[M, F]`, as `grouped_product` does."""
+    product: Tensor = _ExpertProduct.apply(
+        x_MD, packed_EFP, counts_E, columns_of(packed_EFP.shape[2], num_in)
+    )
     return product
 
 
 class _ExpertProduct(torch.autograd.Function):
-    """The same over experts."""
+    """Grouped product that saves bytes and dequantises in the forward and the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, columns: int) -> Tensor:
+    def forward(
+        ctx: Any, x_MD: Tensor, packed_EFP: Tensor, counts_E: Tensor, columns: int
+    ) -> Tensor:
         ctx.columns = columns
         ctx.save_for_backward(packed_EFP, counts_E)
-        return grouped_product(x_MD, unpack(packed_EFP, columns, x_MD.dtype), counts_E, transposed=True)
+        return grouped_product(
+            x_MD, unpack(packed_EFP, columns, x_MD.dtype), counts_E, transposed=True
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         packed_EFP, counts_E = ctx.saved_tensors
         gradient_MF = gradients[0].contiguous()
         weight_EFD = unpack(packed_EFP, ctx.columns, gradient_MF.dtype)
-        return grouped_product(gradient_MF, weight_EFD, counts_E, transposed=False), None, None, None
+        return (
+            grouped_product(gradient_MF, weight_EFD, counts_E, transposed=False),
+            None,
+            None,
+            None,
+        )

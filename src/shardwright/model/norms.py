@@ -1,4 +1,4 @@
-"""Root-mean-square and layer norms over the last dimension, accumulated in at least fp32.
+"""RMS and layer norms over the last dim, accumulated in fp32 or fp64.
 
 Legend: D features.
 """
@@ -14,18 +14,23 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (offset + weight); `offset` 1 is Gemma's, whose weights begin at 0."""
+    """x / sqrt(mean(x^2) + eps) * (offset + weight); `offset` is 1 for Gemma, else 0."""
 
     def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, mean_square: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Where features lie over ranks, `mean_square` makes the mean over all of them of the sum of this rank's squares."""
+        """Normalise `x`.
+
+        If features are sharded over ranks, `mean_square` maps this rank's sum of squares to the
+        mean square over all features.
+        """
         weight_D = self.weight.to(x.dtype)
         if self.offset != 0.0:
-            # In 16 bits 1 + w would lose most of what w holds.
+            # In 16 bits 1 + w would lose most of w's precision.
             weight_D = weight_D.to(_accumulation(x.dtype)) + self.offset
         if mean_square is not None:
             wide = x.to(_accumulation(x.dtype))
@@ -38,7 +43,10 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """The eager norm where PyTorch has no fused one: keeps its input and one number per token, nothing else as wide."""
+    """Eager RMS norm for CPUs, where PyTorch has no fused one.
+
+    For the backward pass it saves its input and one number per token.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -54,15 +62,15 @@ class _RMSNormOnCPU(torch.autograd.Function):
         gradient = gradients[0].to(scale.dtype)
         unit = x * scale
         weight_gradient_D = (gradient * unit).flatten(0, -2).sum(0)
-        along = gradient * weight_D
-        # What the norm takes away is the part along x itself.
-        share = torch.linalg.vecdot(along, unit).unsqueeze(-1).div_(-x.shape[-1])
-        x_gradient = along.addcmul_(unit, share).mul_(scale)
+        unit_gradient = gradient * weight_D
+        # The norm removes the gradient's component along x.
+        component = torch.linalg.vecdot(unit_gradient, unit).unsqueeze(-1).div_(-x.shape[-1])
+        x_gradient = unit_gradient.addcmul_(unit, component).mul_(scale)
         return x_gradient.to(x.dtype), weight_gradient_D.to(weight_D.dtype), None
 
 
 def _accumulation(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which sums over features are taken."""
+    """Choose the precision of sums over features."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -76,4 +84,6 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return F.layer_norm(
+            x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps
+        )

@@ -1,4 +1,4 @@
-"""Adapters in the files that peft reads and writes: adapter_config.json and adapter_model.safetensors.
+"""Adapter folders of peft: adapter_config.json and adapter_model.safetensors.
 
 Legend: E experts, R rank, D in, F out.
 """
@@ -32,19 +32,26 @@ def write_peft_folder(
     overwrite: bool = False,
     check: Callable[[Path], None] | None = None,
 ) -> int:
-    """Write the adapters of a model beside their place and rename them there; the bytes of their tensors.
+    """Write a model's adapters under a temporary name, rename to `out`; return their bytes.
 
     Args:
-        read: a part's name to its whole tensor.
-        base: where the model lies that the adapters stand beside; peft loads it from there.
-        check: called with the whole folder before it moves to its place; what it raises leaves nothing behind.
+        read: returns the whole tensor of an adapter parameter by name.
+        base: location of the base model; peft loads it from there.
+        check: called with the complete temporary folder; if it raises, nothing is left on disk.
 
     Raises:
-        InputError: `out` is taken. WeightsError: values that are not finite. RunFailed: the folder cannot be written.
+        InputError: `out` exists.
+        WeightsError: values that are not finite.
+        RunFailed: the folder cannot be written.
     """
     out = Path(out)
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
-        raise InputError("holds something already", field="out", got=out, remedy="Name another, or say --overwrite")
+        raise InputError(
+            "already exists",
+            field="out",
+            got=out,
+            remedy="Name another folder, or use --overwrite",
+        )
     names = peft_tensors(shape)
     specs = [spec for spec in shape.parameters() if spec.part is not None]
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
@@ -67,7 +74,7 @@ def write_peft_folder(
 
 
 class PeftFolder:
-    """The adapters of a folder, of which `architecture.peft.read_peft_folder` has found that they fit the model."""
+    """Tensors of an adapter folder that `architecture.peft.read_peft_folder` has checked."""
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
         self.path = Path(path) / TENSORS_NAME
@@ -76,7 +83,7 @@ class PeftFolder:
         self._file = safe_open(str(self.path), framework="pt")
 
     def read(self, name: str, narrow: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
-        """A slice (start, length per dimension) of a part of an adapter."""
+        """Read a slice, (start, length) per dim, of an adapter parameter."""
         spec = self._specs[name]
         inside = tuple(slice(start, start + length) for start, length in narrow)
         try:
@@ -91,20 +98,24 @@ class PeftFolder:
 def _stored(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if spec.role in EXPERT_ROLES:
         tensor = join_experts(spec, tensor)
-    stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-    if not stored.isfinite().all():
-        raise WeightsError("holds values that are not finite", field=spec.name, remedy="Export an earlier checkpoint")
-    return stored
+    converted = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    if not converted.isfinite().all():
+        raise WeightsError(
+            "has values that are not finite", field=spec.name, remedy="Export an earlier checkpoint"
+        )
+    return converted
 
 
 def join_experts(spec: ParameterSpec, tensor: Tensor) -> Tensor:
-    """A `[E, R, D]` to `[E R, D]`, B `[E, F, R]` to `[F, R E]`: the one matrix that peft keeps of all experts."""
+    """Join experts' matrices as in peft: A `[E, R, D] -> [E R, D]`, B `[E, F, R] -> [F, R
+    E]`.
+    """
     return tensor.flatten(0, 1) if spec.part == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
 
 
 def stack_experts(spec: ParameterSpec, joined: Tensor) -> Tensor:
-    """The opposite of `join_experts`."""
-    num, rows, columns = spec.shape
+    """Invert `join_experts`."""
+    num_experts, rows, columns = spec.shape
     if spec.part == "lora_A":
-        return joined.view(num, rows, columns)
-    return joined.view(rows, columns, num).permute(2, 0, 1)
+        return joined.view(num_experts, rows, columns)
+    return joined.view(rows, columns, num_experts).permute(2, 0, 1)

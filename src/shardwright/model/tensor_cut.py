@@ -1,9 +1,10 @@
-"""What a decoder asks of the ranks that hold the other features and heads of its layers; kept by `shardwright.parallel.tensor`.
+"""Hooks of tensor parallelism; `shardwright.parallel.tensor` implements them.
 
-Apart from `cuts`, which knows the forward pass, because the forward pass knows this.
+Separate from the other hooks, which import the forward context, because the context imports
+these.
 
-Legend: B sequences, L tokens of this context rank, S tokens of this rank's residual stream (L, or its share of L under sequence
-parallelism), D hidden, V vocabulary rows of this rank.
+Legend: B sequences, L tokens of this context rank, S tokens of this rank's residual stream (L,
+or a shard of L under sequence parallelism), D hidden, V vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -15,56 +16,64 @@ from torch import Tensor
 
 
 class Vocabulary(Protocol):
-    """A vocabulary whose rows lie over ranks; what a loss needs beyond this is the loss's own (`numerics.VocabularyShard`)."""
+    """Hooks of a vocabulary sharded over ranks. Losses use more: `numerics.VocabularyShard`."""
 
     @property
     def whole(self) -> Callable[[Tensor], Tensor]:
-        """Logits of this rank's rows -> logits of all rows, equal on every rank."""
+        """Function from this rank's logits to the whole vocabulary's, equal on all ranks."""
         ...
 
 
 class TensorCut(Protocol):
-    """Tensor parallelism: features and heads lie over `degree` ranks, and with `sequence_parallel` the residual stream's tokens."""
+    """Hooks of tensor parallelism: features and heads are sharded over `degree` ranks."""
 
     @property
     def rank(self) -> int:
-        """Which share of the heads this rank has."""
+        """Index of this rank in the tensor-parallel group, and so of its heads."""
         ...
 
     @property
     def degree(self) -> int:
-        """Number of ranks."""
+        """Number of tensor-parallel ranks."""
         ...
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the residual stream's tokens lie over the ranks, too."""
+        """True if the tokens of the residual stream are sharded over these ranks too."""
         ...
 
     def without_sequence(self) -> TensorCut:
-        """The same cut for a pass whose tokens are too few to be cut: new tokens, one at a time."""
+        """Return these hooks without sequence parallelism, for generation token by token."""
         ...
 
     def enter(self, x_BSD: Tensor) -> Tensor:
-        """The residual stream as column-cut products want it, `[B, L, D]`; its gradient is summed over the ranks."""
+        """Prepare the residual stream for column-parallel products, `[B, L, D]`.
+
+        The backward pass sums the gradient over the ranks.
+        """
         ...
 
     def leave(self, partial_BLD: Tensor) -> Tensor:
-        """A row-cut product's partial sums, summed, as the residual stream wants them, `[B, S, D]`."""
+        """Sum a row-parallel product's partial outputs to the residual stream, `[B, S, D]`."""
         ...
 
     def share(self, x_BL: Tensor) -> Tensor:
-        """The residual stream's tokens (dimension 1) of what all ranks have alike and no gradient passes."""
+        """Select this rank's tokens (dim 1) of a replicated tensor; no gradient flows."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """A sum over the ranks, with which each of them goes on in its own way: gradients are summed, too."""
+        """Sum over the ranks, in the backward pass too: each rank uses the sum differently."""
         ...
 
-    def look_up(self, ids_BL: Tensor, weight_VD: Tensor, vocab_size: int, padding_row: int | None) -> Tensor:
-        """This rank's share of the embeddings, `[B, L, D]`: zero where another has the row. `leave` sums the shares."""
+    def look_up(
+        self, ids_BL: Tensor, weight_VD: Tensor, vocab_size: int, padding_row: int | None
+    ) -> Tensor:
+        """Look up embeddings in this rank's rows, `[B, L, D]`; zero for other ranks' rows.
+
+        `leave` sums the results over the ranks.
+        """
         ...
 
     def vocabulary(self, vocab_size: int) -> Vocabulary:
-        """Which rows of the head this rank has, as the loss wants to know it."""
+        """Return the hooks of the sharded vocabulary, for the loss."""
         ...

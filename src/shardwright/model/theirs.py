@@ -1,6 +1,6 @@
-"""transformers' own classes: what they say of a model that our decoder does not know, and the module itself.
+"""Shapes and modules of transformers' model classes, for families our decoder lacks.
 
-The one door of the model's room to transformers, which is imported when somebody passes through it.
+The only file of this package that imports transformers, inside functions.
 """
 
 from __future__ import annotations
@@ -36,21 +36,30 @@ from shardwright.errors import ArchitectureError
 log = logging.getLogger("shardwright")
 
 _ANY_POSITIONS = 1 << 31
-"""Of a model without a longest sequence."""
+"""`max_position_embeddings` of a model without a maximum sequence length."""
 _PROBE_TOKENS = 5
+_REFUSAL_REASONS = {
+    "is_encoder_decoder": "encoder-decoder models are not supported",
+    "is_decoder": "must be true: otherwise tokens attend to later tokens",
+    "quantization_config": "quantised weights cannot be trained",
+    "text_config": "it has more than a language model: save the language model separately",
+}
 
 
 def read_shape(config: Mapping[str, Any] | str | Path, section: ModelSection) -> ModelShape:
-    """The shape of a recipe's model: our decoder's where it knows the family, else what transformers' class says.
+    """Read the shape of a recipe's model, by transformers' class if our decoder lacks it.
 
     Raises:
-        ArchitectureError: nobody knows the family, or it has something that we cannot train exactly, by name.
+        ArchitectureError: transformers does not know the family either, or the model has a
+            feature that is not supported, by name.
     """
     content = read_content(config)
     if content.get("model_type") in FAMILIES:
         shape = read_config(content)
         if section.dropout == "off":
-            shape = replace(shape, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
+            shape = replace(
+                shape, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0
+            )
         return shape
     return _read_foreign(content, section)
 
@@ -61,16 +70,19 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
     _refuse_strangers(config, content)
     if section.dropout == "off":
         _silence(config)
-    module = _instantiate(config, section.path if section.trust_remote_code else None, torch.device("meta"))
+    code = section.path if section.trust_remote_code else None
+    module = _instantiate(config, code, torch.device("meta"))
     _refuse_unsound(module, config)
     ties = _ties_of(module)
     blocks = _find_blocks(module)
     _refuse_shared(ties, blocks)
     head = module.get_output_embeddings()  # type: ignore[operator]
     if head is None:
-        raise ArchitectureError("has no projection to the vocabulary", field="model_type", got=repr(family))
+        raise _build_error("has no projection to the vocabulary", repr(family))
     plain_head, called = _pass_through(module, head)
-    width, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", 0) or 0)
+    width = int(config.hidden_size)
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    max_positions = getattr(config, "max_position_embeddings", None)
     shape = ForeignShape(
         family=str(family),
         vocab_size=int(head.weight.shape[0]),
@@ -79,7 +91,7 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads if heads else 0,
-        max_position_embeddings=int(getattr(config, "max_position_embeddings", None) or _ANY_POSITIONS),
+        max_position_embeddings=int(max_positions or _ANY_POSITIONS),
         layers=(LayerShape(attention_scale=1.0),) * len(module.get_submodule(blocks)),  # type: ignore[arg-type]
         names=Names(root=str(module.base_model_prefix)),
         tied_embeddings=bool(ties),
@@ -92,26 +104,31 @@ def _read_foreign(content: dict[str, Any], section: ModelSection) -> ForeignShap
         head=_name_of(module, head),
         plain_head=plain_head,
         without_dropout=section.dropout == "off",
-        code=section.path if section.trust_remote_code else None,
+        code=code,
     )
     log.info(
-        "%s is none of our families: it runs through transformers' %s, under zero_stage 0 to 3 and hybrids of it; it cannot have "
-        "tp, pp, cp or ep, because how its layers may be cut is not known here%s",
+        "%s is not a family of our decoder: it runs through transformers' %s, "
+        "with zero_stage 0 to 3 and hybrid sharding; tp, pp, cp and ep are not available, "
+        "because the structure of its layers is not known%s",
         family,
         shape.class_name,
-        "" if shape.plain_head else "; its logits are more than the head's product, and are held whole",
+        ""
+        if shape.plain_head
+        else "; its logits are not only the head's product, so the full logits are in memory",
     )
     return shape
 
 
 def build_module(shape: ForeignShape, *, eager: bool = False) -> nn.Module:
-    """The class's module: parameters on the meta device, buffers (rotary frequencies, masks) real.
+    """Build the class's module with parameters on the meta device and real buffers.
 
     Args:
-        eager: attention spelled out in place of the fused kernels.
+        eager: use explicit attention products in place of fused kernels.
     """
     section = (
-        ModelSection(config=dict(shape.config)) if shape.code is None else ModelSection(path=shape.code, trust_remote_code=True)
+        ModelSection(config=dict(shape.config))
+        if shape.code is None
+        else ModelSection(path=shape.code, trust_remote_code=True)
     )
     config = _configuration(dict(shape.config), section)
     if shape.without_dropout:
@@ -121,19 +138,23 @@ def build_module(shape: ForeignShape, *, eager: bool = False) -> nn.Module:
 
 
 def load_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
-    """A folder's model in float32 as its users will load it, and what transformers says of its tensors.
+    """Load a folder's model in float32 with transformers, and its report on the tensors.
 
-    With its plain attention: older versions hand gemma2 to a kernel that leaves its soft caps out.
+    Uses eager attention: for gemma2, older versions choose a kernel that ignores its soft caps.
     """
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "trust_remote_code": trust_remote_code,
+    }
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     return loaded
 
 
 def _configuration(content: dict[str, Any], section: ModelSection) -> Any:
-    """transformers' configuration object of a config.json."""
+    """Load transformers' configuration object for a config.json."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -143,53 +164,68 @@ def _configuration(content: dict[str, Any], section: ModelSection) -> Any:
         try:
             return CONFIG_MAPPING[str(family)].from_dict(dict(content))
         except Exception as error:  # whatever their validators raise
-            raise ArchitectureError(f"transformers refuses this configuration: {error}", field="model_type", got=family) from error
+            raise ArchitectureError(
+                f"transformers refuses this configuration: {error}",
+                field="model_type",
+                got=family,
+            ) from error
     if "auto_map" in content and section.path is not None:
         if not section.trust_remote_code:
             raise ArchitectureError(
-                "this model is made by Python code in its own folder, which would run with your rights",
+                "this model is defined by Python code in its folder, "
+                "which would run with your rights",
                 field="model.trust_remote_code",
                 got=section.path,
-                remedy="Read that code; where you trust it, say model.trust_remote_code: true",
+                remedy="Read that code; if you trust it, set model.trust_remote_code: true",
             )
-        return AutoConfig.from_pretrained(section.path, trust_remote_code=True, local_files_only=True)
+        return AutoConfig.from_pretrained(
+            section.path, trust_remote_code=True, local_files_only=True
+        )
     raise ArchitectureError(
-        "neither our decoder nor transformers knows this family of language models",
+        "neither our decoder nor transformers supports this family of language models",
         field="model_type",
         got=repr(family),
-        allowed=f"{', '.join(sorted(FAMILIES))}, or any that transformers has as a causal language model",
-        remedy="A class of your own: save it with its code (auto_map) and say model.trust_remote_code: true",
+        allowed=f"{', '.join(sorted(FAMILIES))}, or any causal language model of transformers",
+        remedy="For your own class, save it with its code (auto_map) and set "
+        "model.trust_remote_code: true",
     )
 
 
-def _instantiate(config: Any, code: str | None, context: AbstractContextManager[Any], *, eager: bool = False) -> nn.Module:
+def _instantiate(
+    config: Any, code: str | None, context: AbstractContextManager[Any], *, eager: bool = False
+) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": code is not None, "dtype": torch.float32}
     if eager:
         options["attn_implementation"] = "eager"
     with context, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tokens and kernels; what matters to training is checked here
+        warnings.simplefilter("ignore")  # about token ids and kernels
         try:
             module: nn.Module = AutoModelForCausalLM.from_config(config, **options)
-        except Exception as error:  # their constructors raise anything
+        except Exception as error:  # constructors may raise anything
             raise ArchitectureError(
-                f"transformers cannot build it: {type(error).__name__}: {error}", field="model_type", got=config.model_type
+                f"transformers cannot build it: {type(error).__name__}: {error}",
+                field="model_type",
+                got=config.model_type,
             ) from error
     return module
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as they are registered, before anything is written to it; buffers keep theirs.
+    """Move parameters to the meta device as they are registered; buffers stay.
 
-    transformers computes buffers where it builds a module and never again: under `torch.device("meta")` they would be lost.
+    transformers computes buffers only when it builds a module: under `torch.device("meta")`
+    their values would be lost.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            parameter = nn.Parameter(
+                parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+            )
         register(self, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
@@ -200,25 +236,26 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _refuse_strangers(config: Any, content: Mapping[str, Any]) -> None:
-    """What no causal language model of one stack of blocks is."""
-    refusals = {
-        "is_encoder_decoder": (
-            bool(getattr(config, "is_encoder_decoder", False)),
-            "an encoder beside the decoder is not trained here",
-        ),
-        "is_decoder": (getattr(config, "is_decoder", True) is False, "without this its tokens see those that follow them"),
-        "quantization_config": (content.get("quantization_config") is not None, "quantised weights take no gradients"),
-        "text_config": (config.get_text_config() is not config, "it holds more than a language model: save that part alone"),
+    """Refuse a configuration that is not a causal language model of one stack of blocks."""
+    is_refused = {
+        "is_encoder_decoder": bool(getattr(config, "is_encoder_decoder", False)),
+        "is_decoder": getattr(config, "is_decoder", True) is False,
+        "quantization_config": content.get("quantization_config") is not None,
+        "text_config": config.get_text_config() is not config,
     }
-    for field, (wrong, reason) in refusals.items():
-        if wrong:
+    for field, reason in _REFUSAL_REASONS.items():
+        if is_refused[field]:
             raise ArchitectureError(reason, field=field, got=repr(content.get(field)))
 
 
 def _dropouts(config: Any) -> dict[str, float]:
-    """Fields of a configuration that drop something in training, with their rates."""
+    """List a configuration's dropout fields with rates above 0."""
     inert = ("classifier", "summary", "first_dropout")
-    rates = {name: value for name, value in config.to_dict().items() if "drop" in name and not any(word in name for word in inert)}
+    rates = {
+        name: value
+        for name, value in config.to_dict().items()
+        if "drop" in name and not any(word in name for word in inert)
+    }
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0.0}
 
 
@@ -228,27 +265,36 @@ def _silence(config: Any) -> None:
 
 
 def _refuse_unsound(module: nn.Module, config: Any) -> None:
-    """Dropout that no layout could repeat, and state that is neither a parameter nor made by the class anew."""
+    """Refuse dropout, which depends on the layout, and saved state that is not a parameter."""
     rates = [f"{name}: {rate:g}" for name, rate in _dropouts(config).items()]
-    rates += [f"{name}: {part.p:g}" for name, part in module.named_modules() if isinstance(part, nn.Dropout) and part.p > 0.0][:3]
+    rates += [
+        f"{name}: {part.p:g}"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Dropout) and part.p > 0.0
+    ][:3]
     if rates:
         raise ArchitectureError(
-            "its dropout draws from one stream of random numbers, so its masks would depend on the layout",
+            "its dropout uses torch's random state, so its masks would depend on the layout",
             field="model.dropout",
             got=", ".join(rates),
             remedy="Train without it: model.dropout: off",
         )
-    if own := [name for name, parameter in module._parameters.items() if parameter is not None]:
-        raise ArchitectureError(
-            "has a parameter outside all of its modules", field="model_type", got=f"{config.model_type}: {own[0]}"
-        )
+    root_parameters = [name for name, value in module._parameters.items() if value is not None]
+    if root_parameters:
+        got = f"{config.model_type}: {root_parameters[0]}"
+        raise _build_error("has a parameter outside its submodules", got)
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    if stored := sorted(set(module.state_dict()) - set(parameters)):
-        raise ArchitectureError("keeps state that is no parameter", field="model_type", got=f"{config.model_type}: {stored[0]}")
+    if buffers := sorted(set(module.state_dict()) - set(parameters)):
+        got = f"{config.model_type}: {buffers[0]}"
+        raise _build_error("has saved state that is not a parameter", got)
+
+
+def _build_error(reason: str, got: str) -> ArchitectureError:
+    return ArchitectureError(reason, field="model_type", got=got)
 
 
 def _ties_of(module: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters -> their owner's."""
+    """Map further names of tied parameters to the first name."""
     owners: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -259,19 +305,20 @@ def _ties_of(module: nn.Module) -> dict[str, str]:
 
 
 def _find_blocks(module: nn.Module) -> str:
-    """The list of modules that holds most of the parameters: the blocks."""
-    lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
+    """Find the blocks: the module list with the most parameter elements."""
+    modules = module.named_modules()
+    lists = {name: part for name, part in modules if isinstance(part, nn.ModuleList) and len(part)}
     if not lists:
-        raise ArchitectureError("has no list of blocks to shard one by one", field="model_type", got=type(module).__name__)
-    return max(lists, key=lambda name: (sum(p.numel() for p in lists[name].parameters()), -len(name)))
+        raise _build_error("has no list of blocks to shard separately", type(module).__name__)
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in lists.items()}
+    return max(lists, key=lambda name: (sizes[name], -len(name)))
 
 
 def _refuse_shared(ties: dict[str, str], blocks: str) -> None:
-    within = [name for pair in ties.items() for name in pair if name.startswith(f"{blocks}.")]
-    if within:
-        raise ArchitectureError(
-            "blocks share a parameter, and each of them is sharded by itself", field="model_type", got=within[0]
-        )
+    names = [name for pair in ties.items() for name in pair]
+    shared = next((name for name in names if name.startswith(f"{blocks}.")), None)
+    if shared is not None:
+        raise _build_error("blocks share a parameter, but are sharded separately", shared)
 
 
 def _name_of(module: nn.Module, wanted: nn.Module) -> str:
@@ -279,41 +326,46 @@ def _name_of(module: nn.Module, wanted: nn.Module) -> str:
 
 
 def _pass_through(module: nn.Module, head: nn.Module) -> tuple[bool, set[str]]:
-    """A pass on the meta device with a head that gives back what it is given: whether the logits are that and nothing more, and
-    which linear modules were called.
+    """Trace a forward pass on the meta device: is the head plain, and which Linears are called?
 
-    A class that asks for values on the way cannot be passed through so; nothing is known of it then.
+    The head is replaced by the identity; it is plain if the logits are then its input. If the
+    class reads values of tensors, no pass succeeds: the result is False and no Linears.
     """
-    seen: list[Tensor] = []
+    head_inputs: list[Tensor] = []
     called: set[str] = set()
 
-    def give_back(x: Tensor) -> Tensor:
-        seen.append(x)
+    def return_input(x: Tensor) -> Tensor:
+        head_inputs.append(x)
         return x
 
-    def note(name: str) -> Callable[..., None]:
+    def record(name: str) -> Callable[..., None]:
         return lambda *_arguments: called.add(name)
 
-    linear = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
-    handles = [part.register_forward_pre_hook(note(name)) for name, part in linear]
+    handles = [
+        part.register_forward_pre_hook(record(name))
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and part is not head
+    ]
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
-    # Given a mask, most classes ask for no values to make theirs; some count positions from it, unless they are given, too.
+    # To build a mask, many classes read values; with a mask given, some compute positions from
+    # it, unless these are given too.
     mask = torch.zeros(1, 1, _PROBE_TOKENS, _PROBE_TOKENS, device="meta")
     positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
-    head.forward = give_back
-    plain = False
-    for given in ({}, {"attention_mask": mask}, {"attention_mask": mask, "position_ids": positions}):
-        seen.clear()
+    head.forward = return_input
+    is_plain = False
+    masked = {"attention_mask": mask}
+    for inputs in ({}, masked, masked | {"position_ids": positions}):
+        head_inputs.clear()
         called.clear()
         with torch.no_grad(), contextlib.suppress(Exception):
-            plain = module(input_ids=ids, use_cache=False, **given).logits is seen[0]
+            is_plain = module(input_ids=ids, use_cache=False, **inputs).logits is head_inputs[0]
             break
     else:
         called.clear()
     del head.forward
     for handle in handles:
         handle.remove()
-    return plain and type(head) is nn.Linear, called
+    return is_plain and type(head) is nn.Linear, called
 
 
 def _initial_std(config: Any) -> float:
@@ -323,9 +375,14 @@ def _initial_std(config: Any) -> float:
     return 0.02
 
 
-def _specs(module: nn.Module, config: Any, blocks: str, called: Collection[str]) -> tuple[ParameterSpec, ...]:
-    std, specs, seen = _initial_std(config), [], set()
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
+def _specs(
+    module: nn.Module, config: Any, blocks: str, called: Collection[str]
+) -> tuple[ParameterSpec, ...]:
+    std = _initial_std(config)
+    specs: list[ParameterSpec] = []
+    seen: set[int] = set()
+    embedding = module.get_input_embeddings()  # type: ignore[operator]
+    head = module.get_output_embeddings()  # type: ignore[operator]
     for prefix, part in module.named_modules():
         vectors = _initial_vectors(module, part)
         for leaf, parameter in part.named_parameters(recurse=False):
@@ -340,36 +397,46 @@ def _specs(module: nn.Module, config: Any, blocks: str, called: Collection[str])
                 role = "projection"
             init = vectors.get(leaf) or _initial_matrix(part, std)
             specs.append(ParameterSpec(name, tuple(parameter.shape), role, layer, init))
-    order = {name: place for place, (name, _) in enumerate(module.named_parameters())}
+    order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     return tuple(sorted(specs, key=lambda spec: order[spec.name]))
 
 
 def _initial_matrix(part: nn.Module, std: float) -> Init:
     if isinstance(part, nn.Embedding):
         return Normal(std, part.padding_idx)
-    matrix = isinstance(part, nn.Linear | nn.Conv1d) or type(part).__name__ in ("Conv1D", "FalconLinear")
-    return Normal(std) if matrix else ByClass()
+    class_names = ("Conv1D", "FalconLinear")
+    is_linear = isinstance(part, nn.Linear | nn.Conv1d) or type(part).__name__ in class_names
+    return Normal(std) if is_linear else ByClass()
 
 
 def _initial_vectors(module: nn.Module, part: nn.Module) -> dict[str, Init]:
-    """How biases and norm weights of one module begin: the class's own rule, run on a copy of that module alone."""
-    vectors = [name for name, parameter in part.named_parameters(recurse=False) if parameter.ndim == 1]
+    """Find the initial values of a module's biases and norm weights.
+
+    Runs the class's initialisation on a copy of the module without its children.
+    """
+    parameters = part.named_parameters(recurse=False)
+    vectors = [name for name, parameter in parameters if parameter.ndim == 1]
     if not vectors:
         return {}
-    alone = copy.copy(part)
-    alone._modules = {}
-    alone._parameters = {name: None if parameter is None else _unset(parameter) for name, parameter in part._parameters.items()}
-    with contextlib.suppress(Exception):  # a rule that wants more than this module: nothing is known
-        module._init_weights(alone)  # type: ignore[operator]
-    found: dict[str, Init] = {}
+    copied = copy.copy(part)
+    copied._modules = {}
+    copied._parameters = {
+        name: None if parameter is None else _unset(parameter)
+        for name, parameter in part._parameters.items()
+    }
+    with contextlib.suppress(Exception):  # initialisation that needs more than this module
+        module._init_weights(copied)  # type: ignore[operator]
+    inits: dict[str, Init] = {}
     for name in vectors:
-        value = alone._parameters[name]
+        value = copied._parameters[name]
         assert value is not None
-        found[name] = Ones() if bool((value == 1.0).all()) else Zeros() if bool((value == 0.0).all()) else ByClass()
-    return found
+        is_one = bool((value == 1.0).all())
+        is_zero = bool((value == 0.0).all())
+        inits[name] = Ones() if is_one else Zeros() if is_zero else ByClass()
+    return inits
 
 
 def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    """A stand-in with a value that no rule gives; of a matrix one element is enough, since only vectors are read."""
+    """Make a NaN placeholder; a matrix becomes one element, since only vectors are read."""
     shape = parameter.shape if parameter.ndim == 1 else (1,) * parameter.ndim
     return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)

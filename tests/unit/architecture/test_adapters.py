@@ -84,12 +84,12 @@ def test_adapters_are_cut_with_their_matrix() -> None:
     [
         (LLAMA, {"targets": ("q_prj",)}, "Did you mean `q_proj`"),
         (LLAMA, {"targets": ("q_proj", "c_attn")}, "matches no matrix"),
-        (LLAMA, {"targets": ("embed_tokens",)}, "embed_tokens is no projection"),
-        (LLAMA, {"targets": ("input_layernorm",)}, "takes no adapter"),
-        (MOE, {"targets": ("mlp.gate",)}, "mlp.gate is no projection"),
+        (LLAMA, {"targets": ("embed_tokens",)}, "embed_tokens is not a projection"),
+        (LLAMA, {"targets": ("input_layernorm",)}, "cannot have an adapter"),
+        (MOE, {"targets": ("mlp.gate",)}, "mlp.gate is not a projection"),
         (LLAMA, {"exclude": ("nothing_*",)}, "adapters.exclude"),
-        (LLAMA, {"targets": ("q_proj",), "exclude": ("self_attn.*",)}, "no matrix is left"),
-        (MOE, {"kind": "dora"}, "no form for stacked experts"),
+        (LLAMA, {"targets": ("q_proj",), "exclude": ("self_attn.*",)}, "the patterns leave no matrix"),
+        (MOE, {"kind": "dora"}, "not supported for stacked experts"),
         (MOE, {"dropout": 0.1}, r"exclude: \[experts"),
     ],
 )

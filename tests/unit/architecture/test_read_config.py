@@ -38,7 +38,7 @@ def test_broken_json_is_our_error(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match="not JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ArchitectureError, match="one mapping"):
+    with pytest.raises(ArchitectureError, match="must be a mapping"):
         read_config(tmp_path)
 
 
@@ -49,7 +49,7 @@ def test_broken_json_is_our_error(tmp_path: Path) -> None:
         ("lama", "Did you mean `llama`"),
         (None, "one of these"),
         ("bert", "one of"),
-        ("jamba", "attention throughout"),
+        ("jamba", "state-space layers"),
     ],
 )
 def test_other_families_are_refused(family: str | None, remedy: str) -> None:

@@ -62,7 +62,7 @@ def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -
         (["generate", "RUN", "--prompt", "a", "--checkpoint", "9"], "no such checkpoint"),
         (["generate", "RUN", "--prompt", "a", "--dtype", "int4"], "no such precision"),
         (["generate", "nowhere", "--prompt", "a"], "no model here"),
-        (["export", "RUN", "--out", "TAKEN"], "holds something already"),
+        (["export", "RUN", "--out", "TAKEN"], "the folder is not empty"),
         (["export", "RUN", "--out", "x", "--max-shard-gb", "0"], "max-shard-gb"),
     ],
 )

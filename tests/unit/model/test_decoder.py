@@ -224,10 +224,10 @@ def test_blocks_of_a_kind_share_one_graph(dropped: bool) -> None:
     ("case", "attention", "said"),
     [
         ("llama", "auto", "fused kernels"),
-        ("llama", "explicit", "as asked for"),
-        ("gemma2", "auto", "no soft cap"),
+        ("llama", "explicit", "as configured"),
+        ("gemma2", "auto", "do not support a soft cap"),
         ("mistral-window", "auto", "windows of 7 tokens"),
-        ("gpt2", "auto", "cannot drop by token"),
+        ("gpt2", "auto", "do not support our dropout"),
     ],
 )
 def test_the_path_of_attention_is_logged_once(case: str, attention: str, said: str, caplog: pytest.LogCaptureFixture) -> None:

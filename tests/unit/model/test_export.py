@@ -142,7 +142,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     write_folder(out, SHAPE, read)  # empty: fine
     (out / "notes.txt").write_text("mine")
     before = tree(out)
-    with pytest.raises(InputError, match="holds something already"):
+    with pytest.raises(InputError, match="the folder is not empty"):
         write_folder(out, SHAPE, read)
     assert tree(out) == before
     write_folder(out, SHAPE, read, overwrite=True)

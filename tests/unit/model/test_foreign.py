@@ -139,10 +139,10 @@ def test_what_is_read_of_a_class() -> None:
 @pytest.mark.parametrize(
     ("config", "section", "message"),
     [
-        ({"model_type": "no_such_model"}, {}, "neither our decoder nor transformers knows"),
+        ({"model_type": "no_such_model"}, {}, "neither our decoder nor transformers supports"),
         (FOREIGN["opt"] | {"dropout": 0.1}, {}, r"model.dropout: .*dropout: 0.1.*model.dropout: off"),
         (FOREIGN["opt"] | {"layerdrop": 0.1}, {}, "layerdrop: 0.1"),
-        ({"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2}, {}, "is_decoder: without this"),
+        ({"model_type": "bert", "vocab_size": 61, "hidden_size": 12, "num_attention_heads": 2}, {}, "is_decoder: must be true"),
         ({"model_type": "bart"}, {}, "is_encoder_decoder"),
         (FOREIGN["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}}, {}, "quantization_config"),
         (FOREIGN["phi"] | {"hidden_act": "no_such_activation"}, {}, "transformers cannot build it"),
@@ -157,7 +157,7 @@ def test_what_cannot_be_trained_exactly_is_refused(config: dict[str, Any], secti
 def test_code_in_the_folder_wants_a_flag(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
     (tmp_path / "own.py").write_text("raise RuntimeError('this must not run')")
-    with pytest.raises(ArchitectureError, match=r"model.trust_remote_code: this model is made by Python code"):
+    with pytest.raises(ArchitectureError, match=r"model.trust_remote_code: this model is defined by Python code"):
         read_shape(tmp_path, ModelSection(path=str(tmp_path)))
 
 

@@ -114,7 +114,7 @@ def test_every_fault_is_listed_in_one_error(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "2 missing: model.layers.1.mlp.up_proj.weight [12, 8], model.norm.weight [8]" in message
     assert "1 surplus: model.layers.2.mlp.up_proj.weight [12, 8]" in message
-    assert "model.layers.0.self_attn.q_proj.weight is [8, 9], the model wants [8, 8]" in message
+    assert "model.layers.0.self_attn.q_proj.weight is [8, 9], the model expects [8, 8]" in message
     assert "model.layers.0.self_attn.k_proj.weight is stored as I8" in message
 
 
@@ -185,7 +185,7 @@ def test_inert_buffers_are_left_unread_and_said(tmp_path: Path, caplog: pytest.L
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
     caplog.set_level("INFO", logger="shardwright")
     opened(write_one(tmp_path, tensors), shape)
-    assert "1 inert buffers unread" in caplog.text
+    assert "ignored 1 buffers without effect" in caplog.text
 
 
 def test_pickled_weights_are_refused_unopened(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_pickled_weights_are_refused_unopened(tmp_path: Path) -> None:
 
 
 def test_empty_and_absent_folders(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="no weights here"):
+    with pytest.raises(WeightsError, match="the folder has no weights"):
         WeightsFolder(tmp_path)
     with pytest.raises(WeightsError, match="no such folder"):
         WeightsFolder(tmp_path / "nowhere")
@@ -265,7 +265,7 @@ class TestIndex:
     def test_tensor_in_two_files(self, folder: Path) -> None:
         save_file({HEAD: torch.ones(1)}, folder / "part-9.safetensors")
         self.rewrite(folder, lambda index: index["weight_map"].update(w="part-9.safetensors"))
-        with pytest.raises(WeightsError, match=r"lm_head\.weight stands in part-\d\.safetensors and again in part-9"):
+        with pytest.raises(WeightsError, match=r"lm_head\.weight is in both part-\d\.safetensors and part-9"):
             WeightsFolder(folder)
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "\x00"])

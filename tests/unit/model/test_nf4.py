@@ -110,5 +110,5 @@ def test_a_cut_through_a_block_is_refused_with_the_degrees_that_work() -> None:
 
 def test_matrices_that_lie_the_other_way_are_refused() -> None:
     gpt2 = read_config({"model_type": "gpt2", "vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64})
-    with pytest.raises(RecipeError, match=r"lies \[in, out\]"):
+    with pytest.raises(RecipeError, match=r"is stored \[in, out\]"):
         with_adapters(gpt2, AdapterSection(quantize="nf4"))
