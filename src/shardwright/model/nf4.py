@@ -76,7 +76,9 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 def _unpack_rows(packed_FP: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     width = code_width(columns)
-    scales_FK = packed_FP[:, width:].contiguous().view(torch.float32)
+    # A copy even of one row, whose stride need not be a multiple of four bytes.
+    scales = packed_FP[:, width:].clone(memory_format=torch.contiguous_format)
+    scales_FK = scales.view(torch.float32)
     pairs_FC2 = F.embedding(packed_FP[:, :width].int(), _pairs(packed_FP.device))
     values_FD = F.pad(pairs_FC2.flatten(1), (0, scales_FK.shape[1] * BLOCK - 2 * width))
     return (

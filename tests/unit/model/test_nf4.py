@@ -42,11 +42,12 @@ def test_codes_and_scales_are_those_of_bitsandbytes() -> None:
     assert packed[:, 32:].contiguous().view(torch.float32).flatten().tolist() == [0.9687519669532776, 0.30000001192092896]
 
 
+@pytest.mark.parametrize("shape", [(5, 3), (1, 1)])
 @pytest.mark.parametrize("columns", [1, 27, 64, 65, 130])
-def test_a_row_of_any_length_comes_back_within_half_a_step(columns: int) -> None:
-    values = torch.randn(5, 3, columns, generator=torch.Generator().manual_seed(1))
+def test_a_row_of_any_length_comes_back_within_half_a_step(columns: int, shape: tuple[int, ...]) -> None:
+    values = torch.randn(*shape, columns, generator=torch.Generator().manual_seed(1))
     packed = nf4.pack(values)
-    assert packed.shape == (5, 3, packed_width(columns))
+    assert packed.shape == (*shape, packed_width(columns))
     back = nf4.unpack(packed, columns, torch.float32)
     table = torch.tensor(nf4.TABLE)
     for start in range(0, columns, nf4.BLOCK):
