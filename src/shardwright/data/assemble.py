@@ -47,18 +47,20 @@ def choose_packing(recipe: Recipe, kinds: Collection[str]) -> PackingKind:
 
 
 def _check_preferences(recipe: Recipe, kinds: Collection[str]) -> None:
-    """Raise for pairs without `preference`, the reverse, or settings that pairs do not support."""
+    """Raise for pairs without `preference`, the reverse, or settings that pairs lack."""
     others = sorted(set(kinds) - {"preference"})
     if recipe.preference is None:
         raise DataError(
-            "the sources contain chosen and rejected responses, but the recipe has no `preference`",
+            "the sources contain chosen and rejected responses, but the recipe has no "
+            "`preference`",
             field="data.sources",
             remedy="Set `preference: {kind: dpo}`, or train on the chosen responses only with "
             "`records: prompt_completion, columns: {completion: chosen}`",
         )
     if others:
         raise DataError(
-            "preference tuning needs pairs of responses, but some sources contain other records",
+            "preference tuning needs pairs of responses, but some sources contain other "
+            "records",
             field="data.sources",
             got=", ".join(others),
             allowed="records with `chosen` and `rejected` responses, and their `prompt`",
@@ -80,7 +82,7 @@ def _check_preferences(recipe: Recipe, kinds: Collection[str]) -> None:
 
 
 def open_dataset(recipe: Recipe, root: Path, key: str, side: Side, store: TokenStore, packing: PackingKind) -> TokenDataset:
-    """Open the dataset of one side. `key` identifies the tokens; packings are cached in `root` too.
+    """Open the dataset of one side. `key` identifies the tokens in the cache `root`.
 
     Raises:
         DataError: nothing to train on, or documents that are too long under `overlong: refuse`.
@@ -147,18 +149,19 @@ def _open_part(
         raise DataError(
             f"no token of the {side} documents is supervised",
             field=field,
-            got=summary + (f"; {dropped} documents longer than a row were dropped" if dropped else ""),
+            got=summary + (f"; {dropped} longer than a row were dropped" if dropped else ""),
             allowed="documents of two tokens or more: the first token is never predicted",
         )
     return dataset
 
 
 PACKING_VERSION = 2
-"""Part of every packing's cache key; increase it when the same tokens would be packed differently."""
+"""Part of every packing's cache key; increase it when the same tokens would be packed
+differently."""
 
 
 def _of_source(store: TokenStore, source: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Return the document starts of one source, and the end of its last; sources are stored in order."""
+    """Return the document starts of one source and the end of its last document."""
     counts = [*store.counts.source_documents, *[0] * (source + 1)]
     first = sum(counts[:source])
     return store.documents[first : first + counts[source] + 1]

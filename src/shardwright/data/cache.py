@@ -28,7 +28,8 @@ from shardwright.files import open_regular, read_text
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0
-"""Age after which a lock of another machine is stale. On this machine its process is looked up."""
+"""Age after which a lock of another machine is stale. On this machine its process is looked
+up."""
 _SETTLED_SECONDS = 2.0
 _BLOCK_BYTES = 1 << 20
 
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def cache_root(configured: str | None) -> Path:
-    """Return the cache folder: the recipe's, $SHARDWRIGHT_CACHE/data or ~/.cache/shardwright/data."""
+    """Return the recipe's cache folder, else that of $SHARDWRIGHT_CACHE or of ~/.cache."""
     if configured is not None:
         return Path(os.path.expanduser(configured))
     base = os.environ.get("SHARDWRIGHT_CACHE")
@@ -54,8 +55,8 @@ def build_once(root: Path, name: str, build: Callable[[Path], None], *, poll_sec
     Safe for concurrent processes, also on several machines that share a file system.
 
     Raises:
-        DataError: the cache cannot be written, for example on a full disk; partial files are removed.
-        Exceptions of `build` propagate.
+        DataError: the cache cannot be written, for example on a full disk; partial files are
+            removed. Exceptions of `build` propagate.
     """
     folder = root / name
     if folder.is_dir():
@@ -95,7 +96,7 @@ def _partial(folder: Path, identity: str) -> Path:
 
 
 class _Lock:
-    """File that names the process that builds a folder; a heartbeat thread updates its mtime."""
+    """Lock file with the identity of the builder; a heartbeat thread updates its mtime."""
 
     def __init__(self, path: Path, poll_seconds: float) -> None:
         self._path = path
@@ -109,7 +110,7 @@ class _Lock:
         return self
 
     def wait_for(self, folder: Path) -> bool:
-        """Return True once the lock is acquired, False once another process has built `folder`."""
+        """Return True once the lock is acquired, False once another process built `folder`."""
         has_logged = False
         last_state = None
         last_change = time.monotonic()
@@ -129,7 +130,8 @@ class _Lock:
                     owner or "unknown",
                 )
                 self._break(owner)
-                if owner:  # two processes that take over never delete each other's partial folder
+                # Two processes that take over never delete each other's partial folder.
+                if owner:
                     shutil.rmtree(_partial(folder, owner), ignore_errors=True)
                 continue
             if owner and not has_logged:
@@ -161,8 +163,8 @@ class _Lock:
     def _look(self) -> tuple[str, float] | None:
         """Return the owner and mtime of the lock, or None if there is no lock.
 
-        Only changes of mtime matter, so clocks of machines need not agree. The owner is "" for a
-        moment after the lock is created.
+        Only changes of mtime matter, so clocks of machines need not agree. The owner is "" for
+        a moment after the lock is created.
         """
         try:
             return self._path.read_text(), self._path.stat().st_mtime
@@ -238,7 +240,7 @@ def _hash(path: Path) -> str:
 
 
 def _remember(path: Path, value: Any) -> None:
-    """Save hashes if possible; errors are ignored, as `build_once` reports an unwritable cache."""
+    """Save hashes; ignore errors, because `build_once` reports an unwritable cache."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

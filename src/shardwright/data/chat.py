@@ -1,9 +1,10 @@
 """Chat template of a tokenizer: renders a conversation as text and locates each turn in it.
 
-A turn is located exactly or not at all. A template with `{% generation %}` markers marks the turns
-itself. With any other template the conversation is rendered up to the turn and through the turn,
-and both texts must be prefixes of the whole conversation. A template that renders earlier turns
-differently once later ones follow (for example one that drops old reasoning) is an error.
+A turn is located exactly or not at all. A template with `{% generation %}` markers marks the
+turns itself. With any other template the conversation is rendered up to the turn and through
+the turn, and both texts must be prefixes of the whole conversation. A template that renders
+earlier turns differently once later ones follow (for example one that drops old reasoning) is
+an error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Jinja template with its variables besides the conversation, such as special tokens by name."""
+    """Jinja template, with its variables besides the conversation (special tokens by name)."""
 
     text: str
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class ChatTemplate:
     def locate(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, wanted: Sequence[int], control_tokens: Sequence[str]
     ) -> tuple[str, list[Span]]:
-        """Return the rendered conversation, and the spans in it of the turns with indices `wanted`.
+        """Return the rendered conversation and the spans of the turns with indices `wanted`.
 
         An assistant's turn begins after its header (the end of a generation prompt); any other
         turn begins with its header. A turn ends where the conversation up to it ends, or at the
@@ -102,8 +103,10 @@ class ChatTemplate:
             raise TokenizerError(
                 "the chat template needs one generation marker for each turn of the assistant",
                 field="data.chat_template",
-                got=f"{len(marked_spans)} markers for {len(assistant_indices)} turns in {_shorten(conversation)}",
-                remedy="Correct the template, or remove the markers: turns are then located by rendering",
+                got=f"{len(marked_spans)} markers for {len(assistant_indices)} turns in "
+                f"{_shorten(conversation)}",
+                remedy="Correct the template, or remove the markers: turns are then located by "
+                "rendering",
             )
         span_by_turn = dict(zip(assistant_indices, marked_spans, strict=True))
         return conversation, [Span(*span_by_turn[index]) for index in wanted]
@@ -131,7 +134,7 @@ class ChatTemplate:
 
 
 def _without_final_tokens(through: str, whole: str, control_tokens: Sequence[str]) -> str:
-    """Strip control tokens from the end of `through` until it is a prefix of `whole`, if it can be."""
+    """Strip control tokens from the end of `through` until it is a prefix of `whole`."""
     shorter = through.rstrip()
     while token := next((token for token in control_tokens if shorter.endswith(token)), None):
         if whole.startswith(shorter):
@@ -155,7 +158,7 @@ def _shorten(text: str) -> str:
 def load_chat_template(
     folder: Path | None, given: str | None, variables: Mapping[str, Any], eos_token: str | None
 ) -> ChatTemplate | None:
-    """Load the template from the file `given`, else from the tokenizer's folder; None if it has none.
+    """Load the template from the file `given`, else from the tokenizer's folder, if it has one.
 
     Raises:
         TokenizerError: a file cannot be read, or there are several templates without a default.
@@ -188,12 +191,14 @@ def _read_file(path: Path) -> str:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
-            f"the chat template cannot be read: {error}", field="data.chat_template", got=str(path)
+            f"the chat template cannot be read: {error}",
+            field="data.chat_template",
+            got=str(path),
         ) from error
 
 
 def _find_template(folder: Path) -> str | None:
-    """Return the template of a folder: chat_template.jinja, else that of tokenizer_config.json."""
+    """Return the template in chat_template.jinja, else that in tokenizer_config.json."""
     if (folder / "chat_template.jinja").is_file():
         return _read_file(folder / "chat_template.jinja")
     template = _read_json(folder / "tokenizer_config.json").get("chat_template")

@@ -1,8 +1,8 @@
-"""Conversations of several dialects, normalised to the form that chat templates of transformers read.
+"""Conversations in several dialects, normalised to the form of transformers' chat templates.
 
 The form is `{"messages": [turn, ...], "tools": [...]}` with turns `{"role", "content",
-"reasoning_content", "tool_calls", "name", "tool_call_id", "loss_weight"}`. All keys except role and
-content are optional.
+"reasoning_content", "tool_calls", "name", "tool_call_id", "loss_weight"}`. All keys except role
+and content are optional.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MOST_WEIGHT = 1000
-"""Maximum loss weight of a turn; a larger one is a mistake and would outweigh all other turns."""
+"""Maximum loss weight of a turn; a larger one is a mistake and would outweigh all other
+turns."""
 _TEXT_KEYS = ("text", "value", "content")
 
 
@@ -34,18 +35,18 @@ def read_conversation(turns: Any, tools: Any = None, system: Any = None) -> dict
     """Normalise a conversation.
 
     Raises:
-        Unusable: empty turns, unknown roles or roles out of order, tool calls without their fields,
-            content that is not text, invalid loss weights.
+        Unusable: empty turns, unknown roles or roles out of order, tool calls without their
+            fields, content that is not text, invalid loss weights.
     """
     if isinstance(turns, str):
         turns = _parse(turns, "the conversation")
     if not isinstance(turns, list) or not turns:
-        is_empty = turns in ([], None, "")
-        raise Unusable(f"the conversation {'has no turns' if is_empty else 'is not a list of turns'}")
+        problem = "has no turns" if turns in ([], None, "") else "is not a list of turns"
+        raise Unusable(f"the conversation {problem}")
     messages = [_read_turn(turn, number) for number, turn in enumerate(turns, start=1)]
     if system is not None and str(system).strip():
         if messages[0]["role"] == "system":
-            raise Unusable("there is a system prompt in the conversation and another in a column")
+            raise Unusable("there are two system prompts, in the conversation and in a column")
         messages.insert(0, {"role": "system", "content": _text(system, "the system prompt")})
     _check_order(messages)
     conversation: dict[str, Any] = {"messages": messages}
@@ -91,7 +92,7 @@ def _first(turn: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return the text of a turn: a string, a list of text parts, or None if it only calls tools."""
+    """Return the text of a turn: a string, a list of text parts, or None (tool calls only)."""
     if content is None:
         return ""
     if isinstance(content, dict):
@@ -120,7 +121,7 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def _read_weight(weight: Any, where: str) -> float | int:
-    """Return a loss weight; 0.0 and 1.0 become integers, so that equal records have equal hashes."""
+    """Return a loss weight; 0.0 and 1.0 become integers, so equal records have equal hashes."""
     is_number = isinstance(weight, int | float) and math.isfinite(weight)
     if not is_number or not 0 <= weight <= MOST_WEIGHT:
         raise Unusable(
@@ -150,7 +151,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise Unusable(f"the tool call {function['name']!r} of {where} has no arguments")
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        arguments = _parse(arguments, f"the arguments of the tool call {function['name']!r} of {where}")
+        name = function["name"]
+        arguments = _parse(arguments, f"the arguments of the tool call {name!r} of {where}")
     if not isinstance(arguments, dict):
         raise Unusable(
             f"the arguments of the tool call {function['name']!r} of {where} are not an object"
@@ -178,7 +180,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:
-    """Check the roles: an optional system prompt, then user and assistant in turns, with tool results."""
+    """Check that user and assistant alternate, with optional system prompt and tool results."""
     previous_role = None
     for number, message in enumerate(messages, start=1):
         role = message["role"]
@@ -198,7 +200,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             )
         previous_role = role
     if previous_role != "assistant":
-        raise Unusable(f"roles out of order: the last turn is {previous_role!r}, not the assistant's")
+        raise Unusable(f"roles out of order: the last turn is {previous_role!r}, not 'assistant'")
 
 
 def _parse(text: str, what: str) -> Any:

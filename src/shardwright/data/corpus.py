@@ -1,12 +1,12 @@
 """Split of the sources into training and validation documents without overlap.
 
-A first pass over the sources scans every record (its length, a hash of its text, whether it can be
-read) and assigns it to a side; later passes read the text of one side. The scan keeps 18 bytes per
-record, never the text.
+A first pass over the sources scans every record (its length, a hash of its text, whether it can
+be read) and assigns it to a side; later passes read the text of one side. The scan keeps 18
+bytes per record, never the text.
 
-Two documents are equal if their text is. Under a split by `documents`, copies are on the same side.
-Under `tail`, and with separate validation sources, validation documents that are also in the
-training data are dropped and counted.
+Two documents are equal if their text is. Under a split by `documents`, copies are on the same
+side. Under `tail`, and with separate validation sources, validation documents that are also in
+the training data are dropped and counted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Records(NamedTuple):
         else:
             remedy = "Correct the records, or raise data.max_broken_fraction to skip them"
             if is_other_json:
-                remedy = f"JSON lines have one record per line; name other JSON files .json. {remedy}"
+                remedy = (
+                    "JSON lines have one record per line; name other JSON files .json. " + remedy
+                )
         raise DataError(
             f"too many records cannot be read: {first}{more}",
             field=field,
@@ -85,8 +87,8 @@ class Records(NamedTuple):
 class Weighed:
     """Result of the first pass over a list of files, one array element per record.
 
-    `characters` is 0 for a skipped record. `indivisible` is True for records other than plain text,
-    which a split must not divide.
+    `characters` is 0 for a skipped record. `indivisible` is True for records other than plain
+    text, which a split must not divide.
     """
 
     files: tuple[SourceFile, ...]
@@ -100,8 +102,8 @@ class Weighed:
 class Corpus:
     """Records of training and validation sources with the side of each.
 
-    `cut`: under `tail`, the record that lies on both sides and how many of its characters are in
-    the training data.
+    `cut`: under `tail`, the record that lies on both sides and how many of its characters are
+    in the training data.
     """
 
     training: Weighed
@@ -221,7 +223,8 @@ def divide(training: Weighed, validation: Weighed | None, section: DataSection) 
         raise DataError(
             "the training sources contain no text",
             field="data.sources",
-            got=f"{len(training.files)} files, {training.records.num_empty_files} of them empty, and "
+            got=f"{len(training.files)} files, {training.records.num_empty_files} of them "
+            "empty, and "
             f"{training.records.num_broken} broken records",
         )
     if validation is not None:
@@ -230,11 +233,14 @@ def divide(training: Weighed, validation: Weighed | None, section: DataSection) 
         if not np.any(held_out == VALIDATION):
             num_dropped = int(np.count_nonzero(held_out == DUPLICATE))
             raise DataError(
-                "the validation sources contain no text that is not also in the training sources",
+                "the validation sources contain no text that is not also in the training "
+                "sources",
                 field="data.validation",
-                got=f"{validation.records.num_records} records, {validation.records.num_broken} of them broken and "
+                got=f"{validation.records.num_records} records, "
+                f"{validation.records.num_broken} of them broken and "
                 f"{num_dropped} also in data.sources",
-                remedy="Use other text, or remove data.validation and set data.validation_fraction",
+                remedy="Use other text, or remove data.validation and set "
+                "data.validation_fraction",
             )
         return Corpus(training, validation, sides, held_out, None)
     if section.validation_fraction == 0.0:
@@ -248,8 +254,8 @@ def _by_documents(digests: npt.NDArray[np.uint64], sides: npt.NDArray[np.uint8],
     """Hold out documents whose hash is in the lowest `fraction` of all possible hashes.
 
     The side of a document does not depend on the rest of the corpus, so it stays the same as a
-    corpus grows. If a side would be empty (few documents), it gets the document with the nearest
-    hash.
+    corpus grows. If a side would be empty (few documents), it gets the document with the
+    nearest hash.
     """
     present = digests[sides == TRAIN]
     distinct = np.unique(present)
@@ -268,7 +274,7 @@ def _by_documents(digests: npt.NDArray[np.uint64], sides: npt.NDArray[np.uint8],
 
 
 def _by_tail(training: Weighed, sides: npt.NDArray[np.uint8], fraction: float) -> Corpus:
-    """Hold out the last characters of the sources; the document at the boundary is split in two."""
+    """Hold out the last characters of the sources; split the document at the boundary."""
     ends = np.cumsum(training.characters)
     total = int(ends[-1])
     boundary = int(total * (1.0 - fraction))
@@ -280,7 +286,8 @@ def _by_tail(training: Weighed, sides: npt.NDArray[np.uint8], fraction: float) -
             allowed=f"a fraction of {total} characters that leaves both sides at least one",
         )
     result = sides.copy()
-    boundary_record = int(np.searchsorted(ends, boundary, side="right"))  # first record that reaches beyond the boundary
+    # First record that reaches beyond the boundary.
+    boundary_record = int(np.searchsorted(ends, boundary, side="right"))
     result[boundary_record:][result[boundary_record:] == TRAIN] = VALIDATION
     head = boundary - int(ends[boundary_record] - training.characters[boundary_record])
     if training.indivisible[boundary_record]:
@@ -290,14 +297,16 @@ def _by_tail(training: Weighed, sides: npt.NDArray[np.uint8], fraction: float) -
             "the split leaves nothing to train on",
             field="data.validation_fraction",
             got=fraction,
-            remedy="Reduce the fraction: the first record alone is larger than the training share",
+            remedy="Reduce the fraction: the first record alone is larger than the training "
+            "share",
         )
     train_digests = training.digests[(result == TRAIN)]
     if head:
         train_digests = np.append(train_digests, training.digests[boundary_record])
     repeats = (result == VALIDATION) & np.isin(training.digests, train_digests)
     if head:
-        # The split document is on both sides by design, unless the training side has a whole copy.
+        # The split document is on both sides by design, unless the training side has a whole
+        # copy.
         repeats[boundary_record] = bool(np.isin(training.digests[boundary_record], training.digests[result == TRAIN]))
     result[repeats] = DUPLICATE
     if not np.any(result == VALIDATION):

@@ -19,12 +19,12 @@ TokenArray = npt.NDArray[np.unsignedinteger]
 
 
 class Sample(NamedTuple):
-    """One sequence. `labels[t]` is the target for position t, already shifted, or IGNORED_LABEL.
+    """One sequence. `labels[t]` is the target of position t (shifted) or IGNORED_LABEL.
 
     The last `num_free` positions are padding: unsupervised, and invisible to earlier positions.
 
-    `weights[t]` is the loss weight of label t; None means 1. A dataset has weights for all of its
-    samples or for none.
+    `weights[t]` is the loss weight of label t; None means 1. A dataset has weights for all of
+    its samples or for none.
     """
 
     input_ids: Int64Array
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class TokenDataset(Protocol):
-    """Samples by index. `epoch` selects one of several equivalent divisions of the same tokens."""
+    """Samples by index. `epoch` selects one of several divisions of the same tokens."""
 
     @property
     def sequence_length(self) -> int:
@@ -66,12 +66,12 @@ class TokenDataset(Protocol):
 
 @dataclass(frozen=True)
 class WindowDataset:
-    """Stream of N tokens, split into windows of T inputs and T labels that overlap by one token.
+    """Stream of N tokens in windows of T inputs and T labels that overlap by one token.
 
     For training (`whole=False`) the first window of every epoch starts at another offset, 0 to
     T - 1, a function of seed and epoch only, so that a small corpus shows each token in many
-    contexts. To give every epoch the same number of windows, each epoch leaves out one window of
-    tokens at the ends of the stream, a different one each time.
+    contexts. To give every epoch the same number of windows, each epoch leaves out one window
+    of tokens at the ends of the stream, a different one each time.
 
     For evaluation (`whole=True`) the offset is 0 and the last, short window is padded with
     unsupervised tokens: every token but the first is predicted exactly once.

@@ -26,11 +26,13 @@ def prepare_for_model(
     An inline config without `vocab_size` takes the tokenizer's vocabulary size.
 
     Args:
-        read: reads the model's config; `read_config` supports the families of our own decoder only.
+        read: reads the model's config; `read_config` supports the families of our own decoder
+            only.
 
     Raises:
-        InputError: unsupported model, sequence longer than the model's positions, token id outside
-            its vocabulary, or data that cannot be prepared. Checks that need no data come first.
+        InputError: unsupported model, sequence longer than the model's positions, token id
+            outside its vocabulary, or data that cannot be prepared. Checks that need no data
+            come first.
     """
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
     assert config is not None  # the schema requires one of them

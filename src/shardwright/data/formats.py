@@ -7,8 +7,8 @@
     preference  a chosen and a rejected conversation or completion with the same prompt
     tokens      token ids, optionally with labels
 
-A canonical record is stored as JSON text, so that it is hashed, split and deduplicated like a text
-document.
+A canonical record is stored as JSON text, so that it is hashed, split and deduplicated like a
+text document.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from typing import Any
 from shardwright.data.conversation import ROLE_KEYS, Unusable, read_conversation
 from shardwright.errors import DataError
 
-ALPACA_PROMPT = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task{}. "
+    "Write a response that appropriately completes the request.\n\n"
+)
 ALPACA_INPUT = ", paired with an input that provides further context"
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
 class RecordKind:
-    """Kind of record. `columns` maps each role to its usual column names, the most common first."""
+    """Kind of record. `columns` maps roles to usual column names, the most common first."""
 
     summary: str
     canonical: str
@@ -145,8 +148,8 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
         where: the recipe's field, for errors.
 
     Raises:
-        DataError: two kinds or two columns match, a named column belongs to no kind or is absent,
-            or one object wraps all records.
+        DataError: two kinds or two columns match, a named column belongs to no kind or is
+            absent, or one object wraps all records.
     """
     candidates = [asked] if asked != "auto" else [kind for kind in KINDS if set(named) <= set(KINDS[kind].columns)]
     if any(role not in KINDS[kind].columns for kind in candidates for role in named) or not candidates:
@@ -160,7 +163,8 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
     columns = {name for row in rows for name in _present(row)}
     if rows and (absent := [name for name in named.values() if name not in columns]):
         raise DataError("no such column", field=f"{where}.columns", got=absent[0], allowed=", ".join(sorted(columns)))
-    # In a mixed file the most frequent kind is the intended one; other records are reported as broken.
+    # In a mixed file the most frequent kind is the intended one; other records are reported as
+    # broken.
     fitting_rows = {kind: [row for row in rows if _fits(kind, row, named, asked)] for kind in candidates if kind != "text"}
     max_num_rows = max(map(len, fitting_rows.values()), default=0)
     best_kinds = [
@@ -185,7 +189,7 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
 
 
 def _refuse_wrapped(rows: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise if the only row is an object that wraps all records, as some services export them."""
+    """Raise if the only row is an object that wraps all records, as in some exports."""
     for name, value in rows[0].items() if len(rows) == 1 else ():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             raise DataError(
@@ -202,7 +206,7 @@ def _present(row: Mapping[str, Any]) -> set[str]:
 
 
 def _fits(kind: str, row: Mapping[str, Any], named: Mapping[str, str], asked: str) -> bool:
-    """Return True if a record has the columns of a kind; ShareGPT turns have `from`, not `role`."""
+    """Return True if a record has the columns of a kind (ShareGPT: `from`, not `role`)."""
     present = _present(row)
 
     def column(role: str) -> str | None:
@@ -303,7 +307,7 @@ def _read_prompt_response(row: _Given) -> tuple[str, Any]:
 
 
 def _pair(prompt: str, response: str, system: str, *, plain: str) -> dict[str, str]:
-    """Return a canonical pair; `plain` is the text before the response without a chat template."""
+    """Return a canonical pair; `plain` is the prompt text used without a chat template."""
     pair = {"prompt": prompt, "response": response, "plain": plain}
     return pair | ({"system": system} if system.strip() else {})
 
@@ -327,7 +331,7 @@ def _read_preference(row: _Given) -> tuple[str, Any]:
         if "prompt" not in row:
             raise Unusable("the responses have no prompt")
         if row.get("system"):
-            raise Unusable("a system prompt needs responses that are lists of turns, not strings")
+            raise Unusable("a system prompt needs responses as lists of turns, not as strings")
         return "preference", {name: {"prompt": row.string("prompt"), "completion": row.string(name)} for name in responses}
     if not all(isinstance(response, list) and response for response in responses.values()):
         raise Unusable("'chosen' and 'rejected' are neither two strings nor two lists of turns")
@@ -338,7 +342,8 @@ def _read_preference(row: _Given) -> tuple[str, Any]:
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         raise Unusable("'prompt' is neither a string nor a list of turns")
-    # Some files repeat the prompt in both responses. Without a prompt column, the prompt is the turns
+    # Some files repeat the prompt in both responses. Without a prompt column, the prompt is the
+    # turns
     # that both have in common.
     common = next((number for number, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if common is None:
@@ -366,7 +371,7 @@ def _read_tokens(row: _Given) -> tuple[str, Any]:
         if len(labels) != len(ids):
             raise Unusable(f"{len(ids)} ids and {len(labels)} labels")
         if any(label not in (IGNORED_LABEL, token) for label, token in zip(labels, ids, strict=True)):
-            raise Unusable("a label must be -100 or the id at the same index (labels are not shifted)")
+            raise Unusable("a label must be -100 or the id at the same index, without a shift")
         supervised = [int(label != IGNORED_LABEL) for label in labels]
     if "mask" in row:
         mask = row.integers("mask")

@@ -1,8 +1,8 @@
 """Files of a recipe's sources: files, folders and datasets saved by Hugging Face `datasets`.
 
-The path of a source must be a regular file or a folder. In a folder FIFOs, sockets and devices are
-skipped with a warning, because reading them may never end; a broken link is an error, because its
-target would be missing from the data.
+The path of a source must be a regular file or a folder. In a folder FIFOs, sockets and devices
+are skipped with a warning, because reading them may never end; a broken link is an error,
+because its target would be missing from the data.
 """
 
 from __future__ import annotations
@@ -38,10 +38,14 @@ NOT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "
 """Metadata files that Hugging Face `datasets` writes next to the records."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 NOT_TEXT = {
-    **dict.fromkeys((".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"),
     **dict.fromkeys(
-        (".csv", ".tsv"), "convert it to JSON lines, or set `format: text` to read it as plain text"
+        (".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"
+    ),
+    **dict.fromkeys(
+        (".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"
+    ),
+    **dict.fromkeys(
+        (".csv", ".tsv"), "convert it to JSON lines, or read it as plain text by `format: text`"
     ),
     **dict.fromkeys((".feather", ".orc", ".avro"), "convert it to Parquet"),
     **dict.fromkeys(
@@ -91,8 +95,12 @@ def list_files(sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
             )
         repeated = {file.path.resolve() for file in source_files} & {file.path.resolve() for file in files}
         if repeated:
-            message = "%s: %d of its files also belong to an earlier source and are used twice: %s"
-            log.warning(message, where, len(repeated), min(repeated))
+            log.warning(
+                "%s: %d of its files also belong to an earlier source and are used twice: %s",
+                where,
+                len(repeated),
+                min(repeated),
+            )
         files += [replace(file, source=number) for file in source_files]
     return tuple(files)
 
@@ -131,7 +139,8 @@ def _list_datasets_folder(source: Source, folder: Path, where: str) -> list[Sour
             "the dataset selects rows by an index file, which is not supported",
             field=where,
             got=source.path,
-            remedy="Save the dataset again: save_to_disk of datasets 2.9 and later writes the selected rows",
+            remedy="Save the dataset again: save_to_disk of datasets 2.9 and later writes the "
+            "selected rows",
         )
     if absent := [name for name in names if _kind_of(folder / name, where) != "regular file"]:
         raise DataError(
@@ -188,14 +197,16 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
             field=where,
             got=source.path,
             allowed=", ".join(FORMAT_OF_SUFFIX) if not source.glob else None,
-            remedy=f"It contains {', '.join(sorted(skipped)[:8])} files: select some with `glob`"
+            remedy=f"It contains {', '.join(sorted(skipped)[:8])} files: select some with "
+            "`glob`"
             if skipped
             else "The folder is empty",
         )
     if skipped and not source.glob and source.format == "auto":
         counts = ", ".join(f"{number} {suffix}" for suffix, number in sorted(skipped.items())[:8])
         log.warning(
-            "%s: skipped files of unsupported formats: %s (use `glob` or `exclude` to select files)",
+            "%s: skipped files of unsupported formats: %s (use `glob` or `exclude` to select "
+            "files)",
             where,
             counts,
         )

@@ -1,4 +1,4 @@
-"""Micro-batches: samples as tensors for one forward pass. The only module of `data` that imports torch.
+"""Micro-batches: samples as tensors for one forward pass. No other module here imports torch.
 
 Shapes: B sequences, T tokens.
 """
@@ -20,12 +20,12 @@ from shardwright.plan import BatchPlan
 class MicroBatch:
     """Input of one rank for one forward pass. T may differ between micro-batches.
 
-    All tensors are int64 except `weights_BT` and `reference_B2`. `labels_BT` is already shifted;
-    IGNORED_LABEL (-100) marks unsupervised positions. If `document_ids_BT` is None, each row is one
-    causal document. `sample_indices_B` are global positions in the sample order; they are the same
-    on every layout, and so is randomness keyed by them. `weights_BT` (fp32) is the loss weight of
-    each label, None if all are 1 (the same for all samples of a dataset); `weight_sum` is the sum
-    over the supervised labels.
+    All tensors are int64 except `weights_BT` and `reference_B2`. `labels_BT` is already
+    shifted; IGNORED_LABEL (-100) marks unsupervised positions. If `document_ids_BT` is None,
+    each row is one causal document. `sample_indices_B` are global positions in the sample
+    order; they are the same on every layout, and so is randomness keyed by them. `weights_BT`
+    (fp32) is the loss weight of each label, None if all are 1 (the same for all samples of a
+    dataset); `weight_sum` is the sum over the supervised labels.
     """
 
     input_ids_BT: torch.Tensor
@@ -102,11 +102,11 @@ def step_micro_batches(dataset: TokenDataset, order: SampleOrder, batch: BatchPl
 def evaluation_micro_batches(
     dataset: TokenDataset, batch: BatchPlan, data_rank: int, *, max_batches: int | None = None
 ) -> Iterator[MicroBatch]:
-    """Yield one data rank's share of the dataset, which all data ranks together read once, in order.
+    """Yield one data rank's share of the dataset, in order; together all ranks read it once.
 
-    Every rank gets the same number of micro-batches, because the forward pass of a sharded model
-    contains collectives; rows without supervised tokens fill the last ones. `max_batches` limits
-    the micro-batches of each rank.
+    Every rank gets the same number of micro-batches, because the forward pass of a sharded
+    model contains collectives; rows without supervised tokens fill the last ones. `max_batches`
+    limits the micro-batches of each rank.
     """
     if not 0 <= data_rank < batch.data_ranks:
         raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
@@ -125,8 +125,8 @@ def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multip
     """Stack samples as rows of one micro-batch.
 
     Args:
-        row_multiple: trim padding that is common to all rows, to a multiple of this many tokens;
-            None keeps all padding.
+        row_multiple: trim padding that is common to all rows, to a multiple of this many
+            tokens; None keeps all padding.
     """
     if row_multiple is not None:
         samples = _without_free_columns(samples, row_multiple)
@@ -152,8 +152,8 @@ def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multip
 def _without_free_columns(samples: Sequence[Sample], row_multiple: int) -> list[Sample]:
     """Truncate the samples to the longest one without padding, rounded up to a multiple.
 
-    The length depends on this micro-batch only, so ranks that share its rows (cp, tp) agree on it
-    without communication.
+    The length depends on this micro-batch only, so ranks that share its rows (cp, tp) agree on
+    it without communication.
     """
     longest = max(len(sample.labels) - sample.num_free for sample in samples)
     length = max(1, -(-longest // row_multiple)) * row_multiple

@@ -1,9 +1,9 @@
 """Mixture of datasets with given weights, a function of sample index, epoch and seed.
 
-An epoch has as many samples as all parts together, apportioned to the parts by largest remainder.
-Each part is read in passes, each a new permutation of its samples, that continue across epochs: no
-sample repeats before all samples of the part were read. The sample order of the run shuffles the
-epoch, so the weights hold approximately for any section of it.
+An epoch has as many samples as all parts together, apportioned to the parts by largest
+remainder. Each part is read in passes, each a new permutation of its samples, that continue
+across epochs: no sample repeats before all samples of the part were read. The sample order of
+the run shuffles the epoch, so the weights hold approximately for any section of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MixedDataset:
-    """Parts sampled by weight. All have the same sequence length; all or none have document ids."""
+    """Parts sampled by weight, of equal sequence length; all or none have document ids."""
 
     parts: tuple[TokenDataset, ...]
     weights: tuple[float, ...]
@@ -67,7 +67,7 @@ class MixedDataset:
         return self.parts[part].num_used(inner, epoch_of_part)
 
     def locate(self, index: int, epoch: int) -> tuple[int, int, int]:
-        """Return the part, the sample's index in it, and the number of the pass over the part."""
+        """Return the part, the sample's index in it, and the number of passes before."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         counts = self.counts

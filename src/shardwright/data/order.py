@@ -1,9 +1,9 @@
 """Sample order: a function of seed and global position, never of the rank.
 
-Position p of the run is the (p mod n)-th sample of epoch p // n. Every epoch is another permutation
-of the n samples, computed one index at a time in constant memory, so the whole state of the order is
-the integer p: a resumed run, a run on another layout and a run on other hardware read the same
-samples at the same positions.
+Position p of the run is the (p mod n)-th sample of epoch p // n. Every epoch is another
+permutation of the n samples, computed one index at a time in constant memory, so the whole
+state of the order is the integer p: a resumed run, a run on another layout and a run on other
+hardware read the same samples at the same positions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def mix(value: int) -> int:
 def permute(index: int, size: int, key: int) -> int:
     """Return the image of `index` under the permutation of range(size) with this `key`.
 
-    A balanced Feistel network permutes the smallest even-bit power of two that is at least `size`.
-    Cycle walking, repeating the network until the value is below `size`, restricts it to a
-    permutation of range(size) (Black and Rogaway, CT-RSA 2002, section 3.3). The power of two is at
-    most 4 x size, so the walk takes fewer than four steps on average.
+    A balanced Feistel network permutes the smallest even-bit power of two that is at least
+    `size`. Cycle walking, repeating the network until the value is below `size`, restricts it
+    to a permutation of range(size) (Black and Rogaway, CT-RSA 2002, section 3.3). The power of
+    two is at most 4 x size, so the walk takes fewer than four steps on average.
 
     >>> sorted(permute(i, 5, key=7) for i in range(5))
     [0, 1, 2, 3, 4]

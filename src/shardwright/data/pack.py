@@ -1,4 +1,4 @@
-"""Packing of documents into rows of fixed length; documents of a row do not attend to each other.
+"""Packing of documents into rows of fixed length, without attention between documents.
 
 Shapes: T tokens of a row, P pieces over all rows, R rows.
 """
@@ -25,10 +25,11 @@ _PIECES_AT_A_TIME = 1 << 16
 
 @dataclass(frozen=True)
 class Packing:
-    """Assignment of tokens to rows. Row r has pieces row_starts_R1[r] to row_starts_R1[r + 1] - 1.
+    """Rows of token pieces. Row r has pieces row_starts_R1[r] to row_starts_R1[r + 1] - 1.
 
-    Of documents longer than a row, `num_cut` are split into several pieces and `num_dropped` are
-    left out. `num_unsupervised` pieces are left out because none of their tokens is supervised.
+    Of documents longer than a row, `num_cut` are split into several pieces and `num_dropped`
+    are left out. `num_unsupervised` pieces are left out because none of their tokens is
+    supervised.
     """
 
     piece_starts_P: npt.NDArray[np.int64]
@@ -64,12 +65,13 @@ def pack_documents(
     overlong: Overlong = "cut",
     alone: bool = False,
 ) -> Packing:
-    """Pack documents into rows by best-fit decreasing: longest first, each into the fullest row that fits.
+    """Pack documents by best-fit decreasing: longest first, into the fullest row that fits.
 
-    `documents` are the starts of the documents and the end of the last. A document of n tokens has
-    n - 1 predictions and takes that many positions; one longer than a row is split into full rows
-    and a remainder, or dropped. Documents that fit in a row are never split. Deterministic. Source:
-    Ding et al., Fewer Truncations Improve Language Modeling, ICML 2024, section 3.
+    `documents` are the starts of the documents and the end of the last. A document of n tokens
+    has n - 1 predictions and takes that many positions; one longer than a row is split into
+    full rows and a remainder, or dropped. Documents that fit in a row are never split.
+    Deterministic. Source: Ding et al., Fewer Truncations Improve Language Modeling, ICML 2024,
+    section 3.
 
     Args:
         supervised: 1 for each supervised token, from token 0 on; None means all are. Pieces
@@ -111,7 +113,8 @@ def pack_documents(
 def _best_fit(lengths: Int64Array, sequence_length: int) -> list[list[int]]:
     """Return the indices of the pieces of each row."""
     rows: list[list[int]] = []
-    # rows_by_space[s] lists the rows with s free positions; bit s of `space_bits` is set if any has.
+    # rows_by_space[s] lists the rows with s free positions; bit s of `space_bits` is set if any
+    # has.
     rows_by_space: list[list[int]] = [[] for _ in range(sequence_length + 1)]
     space_bits = 0
     for piece in np.argsort(-lengths, kind="stable").tolist():
@@ -148,7 +151,7 @@ def _count_supervised(supervised: npt.NDArray[np.uint8], starts: Int64Array, len
 
 
 def _pieces(first_tokens: Int64Array, predictions: Int64Array, sequence_length: int) -> tuple[Int64Array, Int64Array]:
-    """Return the first token and the number of predictions of every piece, in document order."""
+    """Return first token and number of predictions of every piece, in document order."""
     num_pieces = -(-predictions // sequence_length)
     total = int(num_pieces.sum())
     first_of_document = np.cumsum(num_pieces) - num_pieces
@@ -162,15 +165,16 @@ def _pieces(first_tokens: Int64Array, predictions: Int64Array, sequence_length: 
 class PackedDataset:
     """Rows of packed documents.
 
-    With `alone` a row is one piece and has no document ids: causal attention needs no further mask.
+    With `alone` a row is one piece and has no document ids: causal attention needs no further
+    mask.
 
-    Within a piece, positions count from 0 and labels are the next tokens of the same document; the
-    last position of a document predicts its end-of-text token, and the first token of a document is
-    never predicted. Padding at the end of a row has a document id of its own and is unsupervised.
-    The rows are the same in every epoch.
+    Within a piece, positions count from 0 and labels are the next tokens of the same document;
+    the last position of a document predicts its end-of-text token, and the first token of a
+    document is never predicted. Padding at the end of a row has a document id of its own and is
+    unsupervised. The rows are the same in every epoch.
 
-    `supervised`: 1 for each supervised token; None means all are. `weights`: loss weight of each
-    token; None means 1.
+    `supervised`: 1 for each supervised token; None means all are. `weights`: loss weight of
+    each token; None means 1.
     """
 
     tokens: TokenArray
@@ -230,7 +234,8 @@ class PackedDataset:
             document_ids[span] = number - 1
             offset += num_positions
         if self.alone:
-            # RoPE variants that depend on the document's length (longrope) read the last position.
+            # RoPE variants that depend on the document's length (longrope) read the last
+            # position.
             positions[offset:] = offset - 1
             return Sample(input_ids, labels, positions, None, weights, length - offset)
         positions[offset:] = np.arange(length - offset)

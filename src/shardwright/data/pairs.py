@@ -24,8 +24,8 @@ def lay_pairs(
 
     Args:
         documents: starts of the documents and the end of the last.
-        overlong: `drop` leaves out pairs longer than a row; other values raise for them, because
-            a preference applies to whole responses.
+        overlong: `drop` leaves out pairs longer than a row; other values raise for them,
+            because a preference applies to whole responses.
 
     Raises:
         DataError: a pair is longer than a row and `overlong` is not `drop`.
@@ -38,9 +38,11 @@ def lay_pairs(
         raise DataError(
             "pairs of responses are longer than a row, which must contain both",
             field="data.overlong",
-            got=f"{int((~fits_P).sum())} of {len(fits_P)} pairs, the longest of {int(positions_P2.sum(axis=1).max())} tokens",
+            got=f"{int((~fits_P).sum())} of {len(fits_P)} pairs, the longest of "
+            f"{int(positions_P2.sum(axis=1).max())} tokens",
             allowed=f"{sequence_length} tokens, training.sequence_length",
-            remedy="Raise training.sequence_length, or set data.overlong: drop to leave them out",
+            remedy="Raise training.sequence_length, or set data.overlong: drop to leave them "
+            "out",
         )
     starts = document_starts[:-1].reshape(-1, 2)[fits_P].reshape(-1)
     lengths = positions_P2[fits_P].reshape(-1)

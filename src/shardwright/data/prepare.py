@@ -1,4 +1,4 @@
-"""Preparation of a recipe's data: split the sources, tokenise them into the cache, open datasets."""
+"""Preparation of a recipe's data: split and tokenise the sources, open datasets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from shardwright.data.workers import encode_in_order
 from shardwright.errors import DataError, TokenizerError
 
 CACHE_VERSION = 3
-"""Part of every cache key; increase it when the same sources would give other tokens or files."""
+"""Part of every cache key; increase it when the same sources would give other tokens or
+files."""
 
 Progress = Callable[[str, int, int], None]
 """Callback for progress: (stage, done, total), approximately in characters."""
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """Datasets, tokenizer and report. `content_hash` covers sources, tokenizer, split and packing."""
+    """Datasets, tokenizer and report. `content_hash` changes if any sample changes."""
 
     train: TokenDataset
     validation: TokenDataset | None
@@ -60,8 +61,8 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
         progress: called while sources are read and tokenised; never if the cache is complete.
 
     Raises:
-        DataError: sources that cannot be read, have too many broken records, or contain nothing to
-            train on.
+        DataError: sources that cannot be read, have too many broken records, or contain nothing
+            to train on.
         TokenizerError: no tokenizer, or one with ids outside the model's vocabulary.
     """
     sources = _Sources(recipe, progress)
@@ -123,23 +124,24 @@ def _key(recipe: Recipe, sources: _Sources, given: Tokenizer | None, template: C
 
 
 def _check_records(saved: list[dict[str, Any]], recipe: Recipe) -> list[Records]:
-    """Check the broken records of training and validation sources; log a warning if there are any."""
+    """Check the number of broken records of each side; log a warning if there are any."""
     records = [Records(**{**item, "broken": tuple(Broken(**broken) for broken in item["broken"])}) for item in saved]
     for statistics, field in zip(records, ("data.sources", "data.validation"), strict=False):
         statistics.check(recipe.data.max_broken_fraction, field)
         if statistics.num_broken:
             first = statistics.broken[0]
-            message = "skipped %d of %d records of %s that cannot be read; the first is %s:%d: %s"
+            message = "skipped %d of %d records of %s that cannot be read; first %s:%d: %s"
             log.warning(message, statistics.num_broken, statistics.num_records, field, first.file, first.line, first.reason)
     return records
 
 
 def _template_of(recipe: Recipe, given: Tokenizer | None) -> ChatTemplate | None:
-    """Load the chat template of a recipe; warn if it may render the date, which changes the tokens."""
+    """Load the chat template of a recipe; warn if it may render the current date."""
     if isinstance(given, AbsentTokenizer):
         if recipe.data.chat_template is not None:
             raise TokenizerError(
-                "a chat template needs a tokenizer, but the sources contain token ids and there is none",
+                "a chat template needs a tokenizer, but the sources contain token ids and "
+                "there is none",
                 field="data.chat_template",
                 got=recipe.data.chat_template,
                 remedy="Remove it, or set tokenizer.path",
@@ -196,7 +198,8 @@ class _Sources:
         if not self.validation:
             split_kind = data.validation_split if data.validation_fraction else None
             split = [data.validation_fraction, split_kind]
-        owners = [file.source for file in self.training]  # the same files may be in one source or several
+        # The same files may be in one source or several.
+        owners = [file.source for file in self.training]
         self.key = key_of([fingerprint(self.training, self.root), fingerprint(self.validation, self.root), owners, split])
 
     def _find(self, sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
@@ -216,7 +219,7 @@ class _Sources:
         return divide(training, validation, self.recipe.data)
 
     def reading(self, stage: str, total: int) -> Read:
-        """Return a callback for the characters read that calls `progress` every half percent."""
+        """Return a callback for characters read that calls `progress` every half percent."""
         progress = self._progress
         step = max(1, total // 200)
         last_reported = 0
@@ -249,8 +252,8 @@ def _num_bytes(files: tuple[SourceFile, ...]) -> int:
 def _given_tokenizer(recipe: Recipe, kinds: Collection[str], vocab_size: int | None) -> Tokenizer | None:
     """Load the tokenizer, unless it is trained on the sources.
 
-    Sources of token ids need none; then the result is an `AbsentTokenizer`, unless the recipe sets
-    one.
+    Sources of token ids need none; then the result is an `AbsentTokenizer`, unless the recipe
+    sets one.
     """
     if recipe.tokenizer.kind != "huggingface":
         return None
@@ -258,7 +261,8 @@ def _given_tokenizer(recipe: Recipe, kinds: Collection[str], vocab_size: int | N
     if set(kinds) == {"tokens"} and recipe.tokenizer.path is None and (folder is None or not _has_tokenizer(folder)):
         if vocab_size is None:
             raise TokenizerError(
-                "the vocabulary size is unknown: the sources contain token ids and there is no tokenizer",
+                "the vocabulary size is unknown: the sources contain token ids and there is no "
+                "tokenizer",
                 field="model.config.vocab_size",
                 remedy="Set it, or set tokenizer.path",
             )
@@ -268,7 +272,8 @@ def _given_tokenizer(recipe: Recipe, kinds: Collection[str], vocab_size: int | N
         raise TokenizerError(
             "no tokenizer is set",
             field="tokenizer.path",
-            remedy="Set it to a folder with tokenizer.json, or set tokenizer.kind to bpe or character",
+            remedy="Set it to a folder with tokenizer.json, or set tokenizer.kind to bpe or "
+            "character",
         )
     if not Path(os.path.expanduser(folder)).is_dir():
         raise TokenizerError("no such folder", field="tokenizer.path", got=folder)
@@ -280,7 +285,7 @@ def _has_tokenizer(folder: str) -> bool:
 
 
 def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None, folder: Path) -> None:
-    """Fill a cache folder: the tokenizer if it is trained here, the tokens of both sides, counts."""
+    """Fill a cache folder: the tokenizer if trained here, the tokens of both sides, counts."""
     corpus = sources.corpus
     tokenizer = given
     if tokenizer is None:
@@ -297,7 +302,8 @@ def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate
         if num_characters := corpus.characters(side):
             report_read = sources.reading(f"tokenising {side}", num_characters)
             _, broken = write_tokens(folder, side, corpus.pieces(side), tokenizer, report_read, encode)
-            # The last element: separate validation sources if there are any, else those of both sides.
+            # The last element: separate validation sources if there are any, else those of both
+            # sides.
             index = -1 if side == "validation" else 0
             records[index] = records[index].with_broken(broken)
     content = {
@@ -311,8 +317,8 @@ def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate
 def _train_tokenizer(sources: _Sources) -> Tokenizer:
     """Train a tokenizer on the sources.
 
-    BPE merges come from the training side only. The alphabet of a character tokenizer comes from
-    both sides, because a validation character without an id could not be evaluated.
+    BPE merges come from the training side only. The alphabet of a character tokenizer comes
+    from both sides, because a validation character without an id could not be evaluated.
     """
     section = sources.recipe.tokenizer
     if section.kind == "bpe":
@@ -320,7 +326,8 @@ def _train_tokenizer(sources: _Sources) -> Tokenizer:
         tokenizer: Tokenizer = train_bpe(sources.texts("train", "training the tokenizer"), section.vocab_size)
         if tokenizer.vocab_size < section.vocab_size:
             log.warning(
-                "the text has too few repeated pairs: the vocabulary has %d tokens instead of %d",
+                "the text has too few repeated pairs: the vocabulary has %d tokens instead of "
+                "%d",
                 tokenizer.vocab_size,
                 section.vocab_size,
             )
@@ -330,12 +337,13 @@ def _train_tokenizer(sources: _Sources) -> Tokenizer:
 
 
 def _check_supervision(stores: dict[Side, TokenStore], recipe: Recipe) -> None:
-    """Raise if all prompts are supervised by mistake. Packing raises if no token is supervised."""
+    """Raise if prompts are supervised by mistake. Packing raises if no token is supervised."""
     for side, store in stores.items():
         counts = store.counts
         if recipe.data.supervise != "all" and 0 < counts.num_answered_tokens == counts.num_answered_supervised:
             raise DataError(
-                f"every token of the {side} records is supervised, but only responses should be",
+                f"every token of the {side} records is supervised, but only responses should "
+                "be",
                 field="data.supervise",
                 got=recipe.data.supervise,
                 remedy="The prompts are empty or the columns are wrong; "
@@ -355,12 +363,15 @@ def _check_fits(stores: dict[Side, TokenStore], tokenizer: Tokenizer, vocab_size
             field="data.sources",
             got=f"token id {largest} in {location}",
             allowed=f"ids below the model's vocab_size of {vocab_size}",
-            remedy="Use the model that the ids were encoded for, or one with a larger vocabulary",
+            remedy="Use the model that the ids were encoded for, or one with a larger "
+            "vocabulary",
         )
     raise TokenizerError(
-        "the tokenizer does not match the model: the data contain a token id outside its vocabulary",
+        "the tokenizer does not match the model: the data contain a token id outside its "
+        "vocabulary",
         field="model.vocab_size",
-        got=f"token id {largest}{location and f' in {location}'}, from a tokenizer of {tokenizer.vocab_size} ids",
+        got=f"token id {largest}{location and f' in {location}'}, from a tokenizer of "
+        f"{tokenizer.vocab_size} ids",
         allowed=f"ids below the model's vocab_size of {vocab_size}",
         remedy="Use the model's own tokenizer, or a model with a larger vocabulary",
     )

@@ -17,7 +17,7 @@ _CONTEXT_TOKENS = 4
 
 @dataclass(frozen=True)
 class Span:
-    """Text of one token, or of the tokens of one character. `document` counts from 0 in a sample."""
+    """Text of one token or of the tokens of one character. `document` counts from 0."""
 
     text: str
     num_tokens: int

@@ -1,8 +1,8 @@
-"""Rows of record files: JSON lines, JSON arrays, Parquet, and Arrow files of Hugging Face `datasets`.
+"""Rows of record files: JSON lines, JSON arrays, Parquet, Arrow (Hugging Face `datasets`).
 
-A row is a JSON-like object, or the reason why it could not be read, with its line number (in Parquet
-and Arrow the row number, from 1). Files are streamed: JSON by row, Parquet and Arrow by batches of
-rows of the requested columns.
+A row is a JSON-like object, or the reason why it could not be read, with its line number (in
+Parquet and Arrow the row number, from 1). Files are streamed: JSON by row, Parquet and Arrow by
+batches of rows of the requested columns.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from shardwright.errors import DataError
 from shardwright.files import open_regular
 
 MAX_RECORD_BYTES = 64 * 1024**2
-"""Maximum size of a record, in characters of decoded text. A longer line of JSON lines or a longer
-record of another format is skipped; a longer element of a JSON array is an error."""
+"""Maximum size of a record, in characters of decoded text. A longer line of JSON lines or a
+longer record of another format is skipped; a longer element of a JSON array is an error."""
 _MAX_SKIPPED_CHARACTERS = 1024**3
-"""Maximum length of a line that is skipped; a longer one is an error, because it may never end."""
+"""Maximum length of a line that is skipped; a longer one is an error, because it may never
+end."""
 _SKIPPED_AT_A_TIME = 1 << 20
 _MAX_BATCH_BYTES = 256 * 1024**2
 _NOT_SPACE = re.compile(r"\S")
@@ -44,8 +45,8 @@ def read_rows(path: Path, form: str, compression: str | None, columns: Sequence[
 
     Args:
         form: jsonl, json, parquet or arrow.
-        columns: columns to read from a Parquet or Arrow file; missing ones are ignored. None reads
-            all.
+        columns: columns to read from a Parquet or Arrow file; missing ones are ignored. None
+            reads all.
 
     Raises:
         DataError: a duplicate column, a file in UTF-16.
@@ -109,12 +110,15 @@ def refuse_utf_16(path: Path, compression: str | None) -> None:
         start = stream.read(2)
     if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise DataError(
-            "the file is UTF-16", field=str(path), allowed="UTF-8", remedy="Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+            "the file is UTF-16",
+            field=str(path),
+            allowed="UTF-8",
+            remedy="Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
         )
 
 
 def _read_json_lines(path: Path, compression: str | None) -> Iterator[Row]:
-    """Yield the rows of JSON lines. Lines end with \\n, \\r\\n or \\r; JSON strings contain none of them."""
+    """Yield the rows of JSON lines; lines end with \\n, \\r\\n or \\r."""
     with io.TextIOWrapper(open_stream(path, compression), encoding="utf-8", errors="surrogateescape", newline=None) as lines:
         number = 0
         while line := lines.readline(MAX_RECORD_BYTES + 1):
@@ -160,7 +164,7 @@ def _parse(line: str, number: int) -> Row:
 
 
 class _Refused(Exception):
-    """Raised for JSON that Python would misread, such as duplicate keys, of which it keeps the last."""
+    """Raised for JSON that Python would misread: duplicate keys, very long numbers."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -191,7 +195,7 @@ def _as_row(value: Any, number: int) -> Row:
 
 
 def _read_json(path: Path, compression: str | None) -> Iterator[Row]:
-    """Yield the rows of a .json file: an array of objects, or JSON lines if it starts otherwise."""
+    """Yield the rows of a .json file: a JSON array of objects, else JSON lines."""
     with open_stream(path, compression) as stream:
         window = _Window(codecs.getreader("utf-8-sig")(stream))
         first = window.skip()
@@ -225,7 +229,8 @@ def _read_array(path: Path, window: _Window) -> Iterator[Row]:
                 if end == len(window.text) and not isinstance(value, dict) and window.grow():
                     continue  # the number may continue
                 break
-            except _Refused as error:  # decode again without the check, to find the end of the record
+            except _Refused as error:
+                # decode again without the check, to find the end of the record
                 reason_refused = error.reason
             except (json.JSONDecodeError, RecursionError) as error:
                 num_unparsed = len(window.text) - window.at
@@ -266,7 +271,7 @@ class _Window:
             self.at = 0
 
     def grow(self) -> bool:
-        """Double the unread text, so that a long record is parsed only a few times; False at the end."""
+        """Double the unread text, so that few parses suffice; return False at the end."""
         more = self._reader.read(max(_BLOCK_CHARACTERS, len(self.text) - self.at))
         self.text += more
         return bool(more)
@@ -299,7 +304,7 @@ def _read_columns(path: Path, form: str, columns: Sequence[str] | None) -> Itera
 
 
 def _open_arrow(mapped: Any) -> tuple[Any, Iterator[Any]]:
-    """Return schema and batches of an Arrow stream, which `datasets` writes, or of an Arrow file."""
+    """Return schema and batches of an Arrow stream (written by `datasets`) or an Arrow file."""
     import pyarrow
 
     try:

@@ -1,7 +1,7 @@
-"""Remote sources: an fsspec URL is downloaded once into the cache and read from there like any file.
+"""Remote sources: fsspec URLs, downloaded once into the cache and then read as files.
 
-Preparation reads the text two or three times and hashes it. That is cheap from a disk but not over a
-network, where a change between two passes would also go unnoticed.
+Preparation reads the text two or three times and hashes it. That is cheap from a disk but not
+over a network, where a change between two passes would also go unnoticed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def is_remote(path: str) -> bool:
 def localise(sources: Sequence[Source], root: Path, field: str, progress: Progress | None = None) -> tuple[Source, ...]:
     """Replace the URL of each remote source by the path of a copy in the cache `root`.
 
-    Copies are identified by the name, size and version that the remote file system reports; a file
-    that changed there is downloaded again.
+    Copies are identified by the name, size and version that the remote file system reports; a
+    file that changed there is downloaded again.
 
     Raises:
         DataError: an unknown protocol or one whose package is missing, nothing at the URL, or a

@@ -18,8 +18,8 @@ from shardwright.data.store import TokenCounts, TokenStore
 class SourceReport:
     """One training source: its record kinds and its share of the samples.
 
-    `columns` are (role, column name) pairs. `share` is the fraction of an epoch's samples if sources
-    have weights, else None.
+    `columns` are (role, column name) pairs. `share` is the fraction of an epoch's samples if
+    sources have weights, else None.
     """
 
     path: str
@@ -35,10 +35,10 @@ class SourceReport:
 class SideReport:
     """One side of the split, for one pass over its samples.
 
-    `length_histogram` has pairs of a length in tokens and the number of documents up to that length
-    (and above the previous one). Of documents longer than a sample, `num_cut` are split over several
-    rows and `num_dropped` are left out. `num_unsupervised_pieces` pieces of split documents are left
-    out because none of their tokens is supervised.
+    `length_histogram` has pairs of a length in tokens and the number of documents up to that
+    length (and above the previous one). Of documents longer than a sample, `num_cut` are split
+    over several rows and `num_dropped` are left out. `num_unsupervised_pieces` pieces of split
+    documents are left out because none of their tokens is supervised.
     """
 
     counts: TokenCounts
@@ -93,7 +93,7 @@ def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
 
 
 def _padding_fraction(dataset: TokenDataset) -> float:
-    """Return the fraction of padding in one epoch; ignores the last window of a validation stream."""
+    """Return the fraction of padding in one epoch; 0 for windows."""
     if isinstance(dataset, PackedDataset):
         return dataset.padding_fraction
     if isinstance(dataset, MixedDataset):

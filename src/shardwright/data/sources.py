@@ -1,8 +1,8 @@
 """Streaming reader of a recipe's source files, record by record.
 
-A text file is one document; a line of JSON lines or a row of Parquet is one record: a document, a
-conversation, or another kind of `formats`. A record that cannot be read does not raise; it yields a
-`Broken` with file and line, so that one bad line does not stop a corpus of millions.
+A text file is one document; a line of JSON lines or a row of Parquet is one record: a document,
+a conversation, or another kind of `formats`. A record that cannot be read does not raise; it
+yields a `Broken` with file and line, so that one bad line does not stop a corpus of millions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from shardwright.data.records import (
 from shardwright.errors import DataError
 
 PIECE_CHARACTERS = 256 * 1024
-"""Approximate size of the pieces in which a text file is read, so that memory use is bounded."""
+"""Approximate size of the pieces in which a text file is read, so that memory use is
+bounded."""
 
 PIECES_WITHOUT_LINES = 16
 """Number of pieces after which text without line ends is split between words."""
 MAX_STRETCH_CHARACTERS = 16 * 1024**2
-"""Maximum text without a place to split it. Tokenizers need about 200 bytes and 1 us per character."""
+"""Maximum text without a place to split it. Tokenizers need about 200 bytes and 1 us per
+character."""
 _TAIL_CHARACTERS = 4096
 _SHOWN_CHARACTERS = 300
 _LINE_BORDER = re.compile(r"\S\n(?=\S)")
@@ -56,7 +58,7 @@ class SourceFile:
 
 
 class Piece(NamedTuple):
-    """Part of one document's text. `record` counts documents and broken records of all files, from 0.
+    """Part of a document's text. `record` counts all records of all files from 0.
 
     `canonical` is the canonical form (see `formats`). A piece of any form but `text` is a whole
     record, and `file` and `line` are its location.
@@ -73,7 +75,7 @@ class Piece(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """Record that is skipped. It may follow pieces of the same record, if invalid UTF-8 comes later.
+    """Record that is skipped. Pieces of it may precede, if invalid UTF-8 is found later.
 
     `harmless` is True for an empty file, which has no text to lose.
     """
@@ -89,8 +91,8 @@ def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str)
     """Return the files with the record schema detected from the first records of each source.
 
     Raises:
-        DataError: records that match several kinds, columns of the recipe that do not exist, a file
-            that cannot be read, text files among files of records such as conversations.
+        DataError: records that match several kinds, columns of the recipe that do not exist, a
+            file that cannot be read, text files among files of records such as conversations.
     """
     result: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -110,10 +112,12 @@ def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str)
         texts = [file for file in source_files if file.format == "text"]
         if records.kind != "text" and source.format == "auto" and texts:
             raise DataError(
-                f"the source contains text files besides files of {KINDS[records.kind].summary}",
+                "the source contains text files besides files of "
+                f"{KINDS[records.kind].summary}",
                 field=f"{where}.path",
                 got=", ".join(file.name for file in texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else ""),
-                remedy=f"Skip them (`exclude: [{texts[0].name!r}]`), or list them as a separate source",
+                remedy=f"Skip them (`exclude: [{texts[0].name!r}]`), or list them as a "
+                "separate source",
             )
         result += [file if file.format == "text" else replace(file, records=records) for file in source_files]
     return tuple(result)
@@ -140,8 +144,8 @@ def read_files(files: Sequence[SourceFile]) -> Iterator[Piece | Broken]:
     """Yield every record of the files in order, as pieces of text or as a broken record.
 
     Raises:
-        DataError: a file that cannot be opened or is damaged, a missing column, or an unsupported
-            format.
+        DataError: a file that cannot be opened or is damaged, a missing column, or an
+            unsupported format.
     """
     record = 0
     for file in files:
@@ -154,7 +158,8 @@ def read_files(files: Sequence[SourceFile]) -> Iterator[Piece | Broken]:
                 yield item._replace(source=file.source) if isinstance(item, Piece) and file.source else item
             if is_empty:
                 yield Broken(record, file.name, 1, "an empty file", harmless=True)
-        except (OSError, EOFError, ValueError) as error:  # ValueError: pyarrow's ArrowInvalid is one
+        except (OSError, EOFError, ValueError) as error:
+            # ValueError: pyarrow's ArrowInvalid is one
             raise DataError(f"cannot be read: {error}", field=str(file.path)) from error
         record += 1
 
@@ -202,13 +207,15 @@ def _read_text(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
 
 
 def _place_to_cut(pending: list[str], *, between_words: bool) -> str:
-    """Remove from `pending` and return all text up to its last line end between two other characters.
+    """Remove and return the text of `pending` up to its last line end between other characters.
 
     Tokenizers that split words before merging are most likely to split there too; the caller
-    checks. Without such a place, return "" and leave `pending` unchanged, so that the piece grows.
+    checks. Without such a place, return "" and leave `pending` unchanged, so that the piece
+    grows.
 
     Args:
-        between_words: if there is no such line end, split at the last single space between words.
+        between_words: if there is no such line end, split at the last single space between
+            words.
     """
     recent = "".join(pending[-2:])
     end = _last_border(_LINE_BORDER, recent) or (between_words and _last_border(_WORD_BORDER, recent))
@@ -220,7 +227,7 @@ def _place_to_cut(pending: list[str], *, between_words: bool) -> str:
 
 
 def _divide(text: str) -> Iterator[str]:
-    """Split a text into pieces of similar size, at the places where a text file would be split."""
+    """Split a text into pieces of similar size, at the same places as a text file."""
     size = PIECES_WITHOUT_LINES * PIECE_CHARACTERS
     start = 0
     for position in range(0, len(text) - size, size):
@@ -232,7 +239,7 @@ def _divide(text: str) -> Iterator[str]:
 
 
 def _last_border(pattern: re.Pattern[str], text: str) -> int:
-    """Return the end of the last match, or 0. Searches the tail first, which nearly always has one."""
+    """Return the end of the last match, or 0; searches the tail first, for speed."""
     for start in (max(0, len(text) - _TAIL_CHARACTERS), 0):
         end = max((match.end() for match in pattern.finditer(text, start)), default=0)
         if end:
@@ -257,7 +264,7 @@ def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
         elif canonical == "text":
             parts = list(_divide(text))
             if max(map(len, parts)) > MAX_STRETCH_CHARACTERS:
-                reason = f"more than {MAX_STRETCH_CHARACTERS:,} characters without a space or line end"
+                reason = f"{MAX_STRETCH_CHARACTERS:,} characters without a space or line end"
         if reason:
             yield Broken(record, file.name, row.line, _readable(reason))
         else:
@@ -267,14 +274,14 @@ def _read_records(file: SourceFile, record: int) -> Iterator[Piece | Broken]:
 
 
 def _readable(reason: str) -> str:
-    """Shorten a reason for printing and escape the unpaired surrogates that JSON may contain."""
+    """Shorten a reason for printing and escape unpaired surrogates, which JSON may contain."""
     if len(reason) > _SHOWN_CHARACTERS:
         reason = f"{reason[:_SHOWN_CHARACTERS]}..."
     return reason.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _check_columns(file: SourceFile) -> None:
-    """Raise for a missing column or one of the wrong type: in a typed file it affects all records."""
+    """Raise for a missing or mistyped column, which in a typed file affects all records."""
     column_type_by_name = column_types(file.path, file.format)
     required = set(KINDS[file.records.kind].required)
     for role, name in file.records.columns:

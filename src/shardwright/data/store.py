@@ -1,10 +1,10 @@
 """Tokens on disk: per side a flat file of ids, the starts of documents, masks and counts.
 
-<side>.tokens      ids, little-endian; uint16 if the vocabulary has at most 2^16 ids, else uint32
-<side>.documents   uint64: index of each document's first token, then the number of tokens
-<side>.supervised  uint8, 1 for each supervised token; absent if all are
-<side>.weights     little-endian float32, loss weight of each token; absent if all are 1
-<side>.json        counts, and the type of the ids
+<side>.tokens      ids, little-endian; uint16 if the vocabulary has at most 2^16 ids, else
+uint32 <side>.documents   uint64: index of each document's first token, then the number of
+tokens <side>.supervised  uint8, 1 for each supervised token; absent if all are <side>.weights
+little-endian float32, loss weight of each token; absent if all are 1 <side>.json        counts,
+and the type of the ids
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _MIN_BATCH_CHARACTERS = 2 * 1024**2
 _WEIGHTS_AT_A_TIME = 1 << 18
 
 Encode = Callable[[Iterable[Piece]], Iterator[tuple[Piece, Encoded | str]]]
-"""Function that encodes records in order; yields the reason instead of ids for a skipped record."""
+"""Function that encodes records in order; yields the reason instead of ids for a skipped
+record."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
     """Counts of one side. `num_unknown` is the number of unknown-token ids.
 
-    `source_documents` are the documents of each source, in order. Answered documents are those with
-    a prompt (conversations, pairs, completions, preferences): `num_answered_tokens` counts their
-    tokens except the first of each record, and `num_answered_supervised` the supervised ones among
-    them. `num_weighted` supervised tokens have a loss weight other than 1. `max_id_place` is file
-    and line of the record with the largest id; empty for plain text.
+    `source_documents` are the documents of each source, in order. Answered documents are those
+    with a prompt (conversations, pairs, completions, preferences): `num_answered_tokens` counts
+    their tokens except the first of each record, and `num_answered_supervised` the supervised
+    ones among them. `num_weighted` supervised tokens have a loss weight other than 1.
+    `max_id_place` is file and line of the record with the largest id; empty for plain text.
     """
 
     num_documents: int
@@ -64,8 +65,8 @@ class TokenCounts:
 class TokenStore:
     """One side of a corpus, read through memory maps.
 
-    `supervised` is 1 for each supervised token; None means all are. `weights` are the loss weights
-    of the tokens; None means 1.
+    `supervised` is 1 for each supervised token; None means all are. `weights` are the loss
+    weights of the tokens; None means 1.
     """
 
     tokens: npt.NDArray[np.unsignedinteger]
@@ -111,14 +112,16 @@ def write_tokens(
         mask_file = stack.enter_context(open(folder / f"{side}.supervised", "wb")) if encode is not None else None
         weight_file: BinaryIO | None = None
         for part in _encoded(pieces, tokenizer, encode, on_read, broken):
-            if part.weights is not None and weight_file is None:  # the first part with weights other than 1
+            # The first part with weights other than 1.
+            if part.weights is not None and weight_file is None:
                 weight_file = stack.enter_context(open(folder / f"{side}.weights", "wb"))
                 _write_ones(weight_file, counter.num_tokens)
             if weight_file is not None:
                 part_weights = part.weights if part.weights is not None else np.ones(len(part.ids))
                 weight_file.write(part_weights.astype("<f4").tobytes())
             counter.count(part)
-            token_file.write(_as_type(part, dtype, tokenizer).tobytes())  # numpy's tofile hides the cause of disk errors
+            # numpy's tofile hides the cause of disk errors.
+            token_file.write(_as_type(part, dtype, tokenizer).tobytes())
             if mask_file is not None:
                 supervised = part.supervised if part.supervised is not None else np.ones(len(part.ids), dtype=np.uint8)
                 mask_file.write(supervised.tobytes())
@@ -156,7 +159,8 @@ class _Writing:
     def count(self, part: _Part) -> None:
         piece = part.piece
         ids = part.ids
-        # Not `piece.begins`: the validation part of a divided document is a document of its own.
+        # Not `piece.begins`: the validation part of a divided document is a document of its
+        # own.
         if piece.record != self._record:
             self.starts.append(self._tokens)
             self._record = piece.record
@@ -220,7 +224,7 @@ def _encoded(
 
 
 def _as_type(part: _Part, dtype: np.dtype[Any], tokenizer: Tokenizer) -> npt.NDArray[Any]:
-    """Convert ids to the file's type; raise instead of wrapping around (records may contain any id)."""
+    """Convert ids to the file's type; raise for too large ids, which records may contain."""
     ids = part.ids
     if len(ids) and int(ids.max()) > np.iinfo(dtype).max:
         raise TokenizerError(
@@ -278,7 +282,7 @@ def _framed(piece: Piece, ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> 
 
 
 def _whole_words(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Join pieces of a document that would encode differently alone, so that piece size has no effect."""
+    """Join pieces that would encode differently alone, so that piece size has no effect."""
     pending: Piece | None = None
     parts: list[str] = []
     for piece in pieces:
@@ -296,7 +300,7 @@ def _whole_words(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Piec
 
 
 def _check_length(num_characters: int, tokenizer: Tokenizer) -> None:
-    """Raise for a huge document that the tokenizer can only encode at once, which needs much memory."""
+    """Raise for a document so large that encoding it at once needs too much memory."""
     if num_characters > MAX_RECORD_BYTES:
         raise DataError(
             "a document is too long for this tokenizer, which does not split text into words",

@@ -1,7 +1,8 @@
 """Encoding of records as token ids with a mask of the supervised ones.
 
-The mask is exact: the ids before a supervised span are a prefix of all ids, so training sees the
-same ids as a prompt at inference. If a token crosses the boundary of a span, the record is skipped.
+The mask is exact: the ids before a supervised span are a prefix of all ids, so training sees
+the same ids as a prompt at inference. If a token crosses the boundary of a span, the record is
+skipped.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _SHOWN_CHARACTERS = 80
 class Encoded(NamedTuple):
     """Ids of a document and a mask with 1 for each supervised id.
 
-    `num_characters` is the length of the encoded text. A preference is two documents: the chosen
-    response's and, from id `border` on, the rejected one's. `weights` are the loss weights of the
-    ids, None if all turns have weight 0 or 1.
+    `num_characters` is the length of the encoded text. A preference is two documents: the
+    chosen response's and, from id `border` on, the rejected one's. `weights` are the loss
+    weights of the ids, None if all turns have weight 0 or 1.
     """
 
     ids: IdArray
@@ -52,8 +53,8 @@ class Encoder:
     Args:
         template: chat template; None encodes a pair as plain text and raises for conversations.
         supervise: the assistant's turns, its last turn, or everything.
-        max_characters: maximum length of a record; longer ones are skipped, except token ids. None
-            means no limit.
+        max_characters: maximum length of a record; longer ones are skipped, except token ids.
+            None means no limit.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class Encoder:
         )
 
     def prompt(self, canonical: str, content: str) -> Prompted:
-        """Return the prompt of a record: the same ids that precede the last response in training.
+        """Return the prompt of a record: the ids that precede its last response in training.
 
         Raises:
-            Unusable: the record is token ids or a preference, or the template raises an exception.
+            Unusable: the record is token ids or a preference, or the template raises an
+                exception.
             TokenizerError: a conversation without a template.
         """
         record = json.loads(content)
@@ -133,7 +135,8 @@ class Encoder:
             raise TokenizerError(
                 "conversations need a chat template, but the tokenizer has none",
                 field="data.chat_template",
-                remedy="Set it to a file with a Jinja template, or use the tokenizer of a chat model",
+                remedy="Set it to a file with a Jinja template, or use the tokenizer of a chat "
+                "model",
             )
         return self._template
 
@@ -152,7 +155,8 @@ class Encoder:
             text_ids = tokenizer.encode_pieces([response])[0]
         else:
             prompt_ids, response_ids, text_ids = tokenizer.encode_pieces([prompt, response, prompt + response])
-            if not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):  # a token crosses the boundary
+            # A token crosses the boundary.
+            if not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):
                 text_ids = np.concatenate([prompt_ids, response_ids])
         ids = [np.array(tokenizer.prefix_ids, dtype=np.uint32), text_ids, np.array(tokenizer.suffix_ids, dtype=np.uint32)]
         supervised = np.ones(sum(map(len, ids)), dtype=np.uint8)
@@ -165,7 +169,7 @@ class Encoder:
         self._refuse_control_tokens(messages, tools)
         turn_indices = self._wanted_turns(messages)
         if not turn_indices:
-            raise Unusable("nothing in it is supervised: all its supervised turns have loss weight 0")
+            raise Unusable("nothing in it is supervised: the loss weights are 0")
         text, spans = template.locate(messages, tools, turn_indices, self._control_tokens)
         spans = [self._with_end(text, span) for span in spans]
         for index, span in zip(turn_indices, spans, strict=True):
@@ -179,7 +183,8 @@ class Encoder:
     def _wanted_turns(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the indices of the supervised turns.
 
-        Under `all` without weights it is the assistant's last turn, which is only checked for its end.
+        Under `all` without weights it is the assistant's last turn, which is only checked for
+        its end.
         """
         assistants = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
         if self._supervise == "last":
@@ -192,11 +197,12 @@ class Encoder:
         return [index for index in chosen if messages[index].get("loss_weight") != 0]
 
     def _with_end(self, text: str, span: Span) -> Span:
-        """Extend the span to its end-of-turn token, without white space that follows the token."""
+        """Extend the span to its end-of-turn token, without white space after the token."""
         turn_text = text[span.start : span.end].rstrip()
         if any(turn_text.endswith(token) for token in self._control_tokens):
             return Span(span.start, span.start + len(turn_text))
-        # A marker may end before the token. The token at the end of the conversation ends turns.
+        # A marker may end before the token. The token at the end of the conversation ends
+        # turns.
         conversation = text.rstrip()
         end_token = next((token for token in self._control_tokens if conversation.endswith(token)), None)
         if end_token is not None and text.startswith(end_token, span.end):
@@ -204,13 +210,16 @@ class Encoder:
         raise TokenizerError(
             "no end-of-turn token follows a turn, so a model cannot learn where to stop",
             field="data.chat_template",
-            got=f"a turn that ends with {text[max(span.start, span.end - _SHOWN_CHARACTERS) : span.end]!r}",
-            allowed=f"a special token of the tokenizer: {', '.join(self._control_tokens[:8]) or 'it has none'}",
-            remedy="Let the template end turns with eos_token, or use the tokenizer that belongs to it",
+            got="a turn that ends with "
+            f"{text[max(span.start, span.end - _SHOWN_CHARACTERS) : span.end]!r}",
+            allowed="a special token of the tokenizer: "
+            f"{', '.join(self._control_tokens[:8]) or 'it has none'}",
+            remedy="Let the template end turns with eos_token, or use the tokenizer that "
+            "belongs to it",
         )
 
     def _check_turn(self, turn: Mapping[str, Any], number: int, text: str) -> None:
-        """Raise if the template drops the turn's reasoning, or writes more text after the turn's end."""
+        """Raise if the template drops the turn's reasoning or writes text after its end."""
         squeezed = _squeeze(text)
         if _squeeze(turn.get("reasoning_content", "")) not in squeezed:
             raise Unusable(f"the chat template omits the reasoning of turn {number}")
@@ -224,7 +233,8 @@ class Encoder:
                 "the chat template writes more text after the end of a turn",
                 field="data.chat_template",
                 got=repr(text[-_SHOWN_CHARACTERS:]),
-                remedy="Make it write the header of the next turn only `if add_generation_prompt`",
+                remedy="Make it write the header of the next turn only `if "
+                "add_generation_prompt`",
             )
 
     def _encode_spans(self, text: str, spans: Sequence[Span], loss_weights: Sequence[float]) -> Encoded:
@@ -243,9 +253,9 @@ class Encoder:
     def _count_before(self, text: str, borders: Sequence[int]) -> tuple[list[int], dict[int, int]]:
         """Return the ids of a text, and the number of ids before each boundary.
 
-        If the ids of the parts between the boundaries concatenate to the ids of the text, they give
-        the answer for the cost of encoding twice. Otherwise (tokenizers that treat the start of a
-        text specially) every prefix up to a boundary is encoded.
+        If the ids of the parts between the boundaries concatenate to the ids of the text, they
+        give the answer for the cost of encoding twice. Otherwise (tokenizers that treat the
+        start of a text specially) every prefix up to a boundary is encoded.
         """
         positions = [0, *borders, len(text)]
         parts_of_text = [text[a:b] for a, b in pairwise(positions)]
@@ -257,13 +267,16 @@ class Encoder:
         prefixes = self._tokenizer.encode_rendered([text[:boundary] for boundary in borders])
         for boundary, part in zip(borders, prefixes, strict=True):
             if ids[: len(part)] != part:
-                context = f"{text[max(0, boundary - 20) : boundary]!r} and {text[boundary : boundary + 20]!r}"
-                raise Unusable(f"a token crosses the boundary of a turn, between {context}")
+                before = text[max(0, boundary - 20) : boundary]
+                after = text[boundary : boundary + 20]
+                raise Unusable(
+                    f"a token crosses the boundary of a turn, between {before!r} and {after!r}"
+                )
             num_ids_before[boundary] = len(part)
         return ids, num_ids_before
 
     def _refuse_control_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise for text that contains a control token, with which a turn could imitate another role."""
+        """Raise for text that contains a control token: a turn could imitate another role."""
         for number, turn in enumerate(messages, start=1):
             for text in (
                 turn["content"],
@@ -271,9 +284,9 @@ class Encoder:
                 json.dumps(turn.get("tool_calls", ""), ensure_ascii=False),
             ):
                 if match := self._spelled.search(text):
-                    raise Unusable(f"turn {number} contains the control token {match.group()!r}")
+                    raise Unusable(f"turn {number} contains the control token {match[0]!r}")
         if tools and (match := self._spelled.search(json.dumps(tools, ensure_ascii=False))):
-            raise Unusable(f"the tools contain the control token {match.group()!r}")
+            raise Unusable(f"the tools contain the control token {match[0]!r}")
 
 
 def _as_messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -38,7 +38,8 @@ __all__ = [
 def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
     """Train a byte-level BPE (words split as in GPT-2) with an end-of-text token as id 0.
 
-    Deterministic. The result has fewer than `vocab_size` tokens if no further pair occurs twice.
+    Deterministic. The result has fewer than `vocab_size` tokens if no further pair occurs
+    twice.
     """
     if vocab_size <= NUM_BYTES:
         raise TokenizerError(
@@ -133,7 +134,7 @@ def _load_fast(folder: Path) -> Tokenizer:
 
 
 def _end_of_text(folder: Path, fast: Any) -> str | None:
-    """Return the end-of-text token from the tokenizer's configuration, else from the model's."""
+    """Return the end-of-text token of the tokenizer's configuration, else of the model's."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(folder / name).get("eos_token")
         if token:
@@ -155,7 +156,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _vocabulary_and_merges(folder: Path) -> tuple[Path, Path] | None:
-    """Find GPT-2's pair of files, also with a common prefix (gpt2_vocab.json) if the pair is unique."""
+    """Find GPT-2's pair of files; a unique pair may have a prefix (gpt2_vocab.json)."""
     exact = folder / "vocab.json", folder / "merges.txt"
     if exact[0].is_file() and exact[1].is_file():
         return exact
@@ -182,7 +183,7 @@ def _load_gpt2(vocabulary: Path, merges: Path) -> FastTokenizer:
 
 
 def _load_through_transformers(folder: Path) -> FastTokenizer:
-    """Load an older folder (SentencePiece or another kind of vocabulary), converted by transformers."""
+    """Load a folder of an older format, such as SentencePiece, converted by transformers."""
     from transformers import AutoTokenizer
 
     try:

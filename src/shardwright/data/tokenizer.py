@@ -1,7 +1,7 @@
 """Tokenizer protocol and implementations: by character, and of the `tokenizers` library.
 
-Text is encoded as text: `<|endoftext|>` in a document becomes the ids of its characters, never the
-control token.
+Text is encoded as text: `<|endoftext|>` in a document becomes the ids of its characters, never
+the control token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FOLDER_FILES = (
 
 
 class Tokenizer(Protocol):
-    """Conversion of text to ids and back. A document is prefix_ids, the ids of its text, suffix_ids."""
+    """Converter of text to ids. A document is prefix_ids, its text's ids and suffix_ids."""
 
     @property
     def kind(self) -> str:
@@ -86,7 +86,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of rendered chat texts, control tokens included; adds no prefix or suffix."""
+        """Return the ids of rendered chat texts, which contain control tokens."""
         ...
 
     def may_cut(self, left: str, right: str) -> bool:
@@ -155,7 +155,8 @@ class CharacterTokenizer:
                 field="tokenizer",
                 got=f"{character!r} (U+{ord(character):04X})",
                 allowed=f"the {self.vocab_size} characters of its sources",
-                remedy="Remove the character, or build the tokenizer from text that contains it",
+                remedy="Remove the character, or build the tokenizer from text that contains "
+                "it",
             )
         return ids
 
@@ -245,8 +246,8 @@ def _no_tokenizer() -> TokenizerError:
 class FastTokenizer:
     """Tokenizer of the `tokenizers` library.
 
-    `chat_template` is the recipe's template, saved with the tokenizer; None saves the folder's own
-    template, if it has one.
+    `chat_template` is the recipe's template, saved with the tokenizer; None saves the folder's
+    own template, if it has one.
 
     Args:
         fast: tokenizer to wrap; it is modified (truncation and padding are disabled).
@@ -283,7 +284,7 @@ class FastTokenizer:
         return _restore, (self._fast.to_str(), self.kind, self._eos_token, self._folder)
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the post-processor adds before and after a text, found by a probe."""
+        """Return the ids that the post-processor adds before and after a text, by probing."""
         probes = ["a", *sorted(self._fast.get_vocab(with_added_tokens=False))[:200]]
         bare_ids: list[int] = []
         framed_ids: list[int] = []

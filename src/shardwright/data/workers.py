@@ -1,4 +1,4 @@
-"""Encoding of records by several processes, in order. Threads would not help: Jinja holds the GIL."""
+"""Encoding of records by several processes, in order (Jinja holds the GIL in threads)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from shardwright.errors import DataError
 
 RECORDS_AT_A_TIME = 64
 RECORDS_BEFORE_PROCESSES = 4096
-"""Number of records encoded before workers start, which takes seconds: small sets need no workers."""
+"""Number of records encoded before workers start, which takes seconds: small sets need no
+workers."""
 MAX_WORKERS = 16
 
 Outcome = tuple[Piece, Encoded | str]
@@ -38,14 +39,16 @@ def encode_in_order(encoder: Encoder, pieces: Iterable[Piece], num_workers: int 
     """
     pieces = iter(pieces)
     num_workers = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
-    if num_workers == 1 or multiprocessing.current_process().daemon:  # a daemon may not have children
+    # A daemon may not have children.
+    if num_workers == 1 or multiprocessing.current_process().daemon:
         yield from _encode_here(encoder, pieces)
         return
     yield from _encode_here(encoder, islice(pieces, RECORDS_BEFORE_PROCESSES))
     batch = list(islice(pieces, RECORDS_AT_A_TIME))
     if not batch:
         return
-    context = multiprocessing.get_context("spawn")  # fork would copy locks of the tokenizer's threads
+    # Fork would copy locks of the tokenizer's threads.
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, _begin, (encoder,)) as pool:
         waiting: deque[tuple[list[Piece], Future[list[Encoded | str]]]] = deque()
         try:

@@ -1,1 +1,1 @@
-"""Events of a run, the metrics derived from them, and the sinks that show them. Imports no torch."""
+"""Events of a run, metrics derived from them, and sinks that show them. Imports no torch."""

@@ -77,13 +77,14 @@ _Kind = TypeVar("_Kind", bound=Event)
 class EventWriter:
     """Writer that appends events to `<run_dir>/events.jsonl`, one line each.
 
-    Only one process, rank 0 in a distributed run, may have the file open for writing (an advisory
-    lock that ends with the process). Opening the file removes a last line that a crash left
-    incomplete, and logs a `warning` event.
+    Only one process, rank 0 in a distributed run, may have the file open for writing (an
+    advisory lock that ends with the process). Opening the file removes a last line that a crash
+    left incomplete, and logs a `warning` event.
 
     Raises:
         InputError: another process is writing this run.
-        RunFailed: the file cannot be written (such as on a full disk); earlier lines stay readable.
+        RunFailed: the file cannot be written (such as on a full disk); earlier lines stay
+            readable.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
@@ -98,7 +99,7 @@ class EventWriter:
             _lock(self._descriptor, self.path.parent)
             torn_bytes = _heal(self._descriptor)
             if torn_bytes:
-                message = f"removed {torn_bytes} bytes of a line in {FILE_NAME} that a crash left incomplete"
+                message = f"removed {torn_bytes} bytes of an incomplete line from {FILE_NAME}"
                 self.append(Warned(message=message))
         except BaseException:
             os.close(self._descriptor)
@@ -172,7 +173,7 @@ def _lock(descriptor: int, run_dir: Path) -> None:
 
 
 def _heal(descriptor: int) -> int:
-    """Make the file end with a newline; return the number of bytes removed from an incomplete line."""
+    """Remove an incomplete last line or add its newline; return the number of bytes removed."""
     size = os.fstat(descriptor).st_size
     tail = b""
     start = size
@@ -206,7 +207,8 @@ class EventLog:
     unknown_kinds: tuple[tuple[str, int], ...] = ()
     """Event kinds that this version does not know, with their count."""
     newer: tuple[int, int] | None = None
-    """Number of lines of a newer shardwright, and its schema version; their known fields are read."""
+    """Number of lines of a newer shardwright, and its schema version; their known fields are
+    read."""
     missing: str | None = None
     """Reason why there is no event file, None if there is one."""
 
@@ -228,20 +230,27 @@ class EventLog:
             problems.append(f"there are no events to show yet: {self.path} ({self.missing})")
         if self.newer:
             problems.append(
-                f"{self.newer[0]:,} lines were written by a newer shardwright (schema {self.newer[1]}; "
-                f"this version reads {SCHEMA_VERSION}): unknown fields are ignored, and the meaning "
+                f"{self.newer[0]:,} lines were written by a newer shardwright (schema "
+                f"{self.newer[1]}; "
+                f"this version reads {SCHEMA_VERSION}): unknown fields are ignored, and the "
+                "meaning "
                 "of others may have changed"
             )
         if self.broken_lines:
             numbers = ", ".join(str(number) for number in self.broken_lines[:5])
             numbers += ", ..." if len(self.broken_lines) > 5 else ""
             problems.append(
-                f"{len(self.broken_lines)} lines of {self.path} cannot be read and are ignored (line {numbers})"
+                f"{len(self.broken_lines)} lines of {self.path} cannot be read and are ignored "
+                f"(line {numbers})"
             )
-        problems += [f"{count} events of unknown kind `{kind}` are ignored" for kind, count in self.unknown_kinds]
+        problems += [
+            f"{count} events of unknown kind `{kind}` are ignored"
+            for kind, count in self.unknown_kinds
+        ]
         if self.torn_tail:
             problems.append(
-                "the last line is incomplete: the run is still writing, or was killed while writing"
+                "the last line is incomplete: the run is still writing, or was killed while "
+                "writing"
             )
         return tuple(problems)
 
@@ -249,15 +258,16 @@ class EventLog:
 def read_events(run: str | os.PathLike[str], *, as_far_as_it_goes: bool = False) -> EventLog:
     """Read all events of a run folder (or of an events.jsonl), in file order.
 
-    An incomplete last line is ignored; `broken_lines` has the numbers of other unreadable lines.
+    An incomplete last line is ignored; `broken_lines` has the numbers of other unreadable
+    lines.
 
     Args:
         as_far_as_it_goes: for display, not for resuming: a folder without events gives an empty
             log, a newer schema is read like the current one, and `problems` has a message.
 
     Raises:
-        InputError: there is no event file, or a newer shardwright wrote it in a schema that this
-            version would misread.
+        InputError: there is no event file, or a newer shardwright wrote it in a schema that
+            this version would misread.
     """
     folder = Path(run)
     path = Path(run)
@@ -310,13 +320,13 @@ _WITHDRAWN_BY_RESUME = (Step, Ranks, Memory, PipelineRan, Evaluation, SkippedSte
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:
-    """Return the events without those that a resume withdrew: the history of the current weights.
+    """Return the events without those that a resume withdrew: those of the current weights.
 
-    `resumed` at step R withdraws all earlier lines for steps after R: steps and their measurements,
-    evaluations, skipped steps and checkpoints. A `run_started` that reaches a step without `resumed`
-    counts as a resume at its own `step` (0 if None), because it trained from there. Of two steps, or
-    two evaluations, with the same number the later one stays. All other events (starts, warnings,
-    failures) stay.
+    `resumed` at step R withdraws all earlier lines for steps after R: steps and their
+    measurements, evaluations, skipped steps and checkpoints. A `run_started` that reaches a
+    step without `resumed` counts as a resume at its own `step` (0 if None), because it trained
+    from there. Of two steps, or two evaluations, with the same number the later one stays. All
+    other events (starts, warnings, failures) stay.
     """
     surviving_events: list[Event] = []
     limit: float = float("inf")

@@ -1,4 +1,4 @@
-"""Optional sinks that export metrics: TensorBoard files, Weights & Biases, MLflow. Imports no torch."""
+"""Optional sinks that export metrics: TensorBoard, Weights & Biases, MLflow. No torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def scalars_of(event: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Sink that writes scalars to `<run>/tensorboard`. A resume purges the steps it withdraws."""
+    """Sink that writes scalars to `<run>/tensorboard`; a resume purges withdrawn steps."""
 
     def __init__(self, run_dir: Path) -> None:
         writer = _need("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
@@ -75,8 +75,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Sink that logs scalars to a Weights & Biases run, which continues after a resume.
 
-    The run's id is a hash of the run folder's path. Project, mode and account are set by wandb's
-    environment variables (WANDB_PROJECT, WANDB_MODE, ...).
+    The run's id is a hash of the run folder's path. Project, mode and account are set by
+    wandb's environment variables (WANDB_PROJECT, WANDB_MODE, ...).
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -122,8 +122,9 @@ class MLflow:
     """Sink that logs scalars to an MLflow run, which continues after a resume.
 
     The run's id is saved in the run folder. Server and account are set by MLflow's environment
-    variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...); without a server the metrics go to
-    a database in the run folder (`mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`).
+    variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...); without a server the metrics
+    go to a database in the run folder (`mlflow ui --backend-store-uri
+    sqlite:///RUN/mlflow.db`).
     """
 
     def __init__(self, run_dir: Path) -> None:

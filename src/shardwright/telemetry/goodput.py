@@ -1,4 +1,4 @@
-"""Goodput of a run: wall time in steps that contribute to the weights, and in everything else."""
+"""Goodput of a run: wall time of steps that contribute to the weights, and of the rest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Goodput:
     useful_seconds: float
     """Seconds of steps that contribute to the weights."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
-    """Other seconds by category: set-up, evaluations, checkpoints (while training waited), skipped
-    steps, withdrawn steps (repeated after a resume), between steps, down (no process ran)."""
+    """Other seconds by category: set-up, evaluations, checkpoints (while training waited),
+    skipped steps, withdrawn steps (repeated after a resume), between steps, down (no process
+    ran)."""
 
     @property
     def wall_seconds(self) -> float:
@@ -73,10 +74,11 @@ def _processes(events: list[Event]) -> list[list[Event]]:
 
 
 def _length(process: list[Event]) -> tuple[float, float]:
-    """Return the seconds of a process, and those before its first step (all if it has no step)."""
+    """Return the seconds of a process, and those before its first step (all if none)."""
     reported_seconds = max((event.total_seconds for event in process if isinstance(event, RunFinished)), default=0.0)
     seconds = max(reported_seconds, process[-1].elapsed_seconds)
-    seconds_before_file = seconds - process[-1].elapsed_seconds  # before the event file was opened
+    # Before the event file was opened.
+    seconds_before_file = seconds - process[-1].elapsed_seconds
     first = next((event for event in process if isinstance(event, Step)), None)
     if first is None:
         return seconds, seconds if any(isinstance(event, RunStarted) for event in process) else 0.0

@@ -1,8 +1,9 @@
 """Event types of a run: one JSON object per line of `events.jsonl`, the source of all reports.
 
 `docs/events.md` documents the schema that these dataclasses define. `step` counts completed
-optimizer steps: the first `step` event has 1, a checkpoint at step 100 contains the weights after
-100 steps, and `resumed` at step 100 is followed by step 101. Times are in seconds, sizes in bytes.
+optimizer steps: the first `step` event has 1, a checkpoint at step 100 contains the weights
+after 100 steps, and `resumed` at step 100 is followed by step 101. Times are in seconds, sizes
+in bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 SCHEMA_VERSION = 1
-"""Increased if readers of the old schema would misread a new file; not for added fields and kinds."""
+"""Increased if readers of the old schema would misread a new file; not for added fields and
+kinds."""
 
 FILE_NAME = "events.jsonl"
 
@@ -47,7 +49,8 @@ class RunStarted(Event):
     global_batch_tokens: int
     """Tokens per optimizer step over all ranks."""
     data_hash: str
-    """Hash of data and order; equal exactly if two runs see the same batches at the same steps."""
+    """Hash of data and order; equal exactly if two runs see the same batches at the same
+    steps."""
     num_parameters: int
     versions: dict[str, str]
     """Versions of shardwright, python, torch and other software that affects the numbers."""
@@ -96,20 +99,22 @@ class Step(Event):
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     expert_load: float | None = None
-    """Sparse models: tokens of the busiest expert / mean tokens per expert; 1 if all are equal."""
+    """Sparse models: tokens of the busiest expert / mean tokens per expert; 1 if all are
+    equal."""
     expert_tokens: tuple[tuple[int, ...], ...] | None = None
-    """Sparse models, at multiples of run.log_every_steps: tokens of the global batch routed to each
-    expert before dropping, shape [sparse layers, experts]."""
+    """Sparse models, at multiples of run.log_every_steps: tokens of the global batch routed to
+    each expert before dropping, shape [sparse layers, experts]."""
     dropped_choices: int | None = None
-    """Sparse models with a capacity: token-expert choices of the global batch that exceeded it."""
+    """Sparse models with a capacity: token-expert choices of the global batch that exceeded
+    it."""
     balance_loss: float | None = None
-    """Sparse models: mean over sequences and layers, without its coefficient; even loads give the
-    number of experts per token."""
+    """Sparse models: mean over sequences and layers, without its coefficient; even loads give
+    the number of experts per token."""
     router_z_loss: float | None = None
     """Sparse models: mean over sequences and layers, without its coefficient."""
     reward_chosen: float | None = None
-    """Preference tuning: mean over pairs of beta x (log-probability of the chosen response - that
-    of the reference model)."""
+    """Preference tuning: mean over pairs of beta x (log-probability of the chosen response -
+    that of the reference model)."""
     reward_rejected: float | None = None
     """The same for the rejected response."""
     reward_margin: float | None = None
@@ -122,14 +127,15 @@ class Step(Event):
 class Ranks(Event):
     """Timings of one step on every rank, in rank order.
 
-    Logged at multiples of run.log_every_steps; with more than eight ranks proportionally less often,
-    so that the file does not grow faster.
+    Logged at multiples of run.log_every_steps; with more than eight ranks proportionally less
+    often, so that the file does not grow faster.
     """
 
     kind: ClassVar[str] = "ranks"
     step_seconds: tuple[float, ...]
     own_seconds: tuple[float, ...]
-    """Step time without waiting for other ranks; it distinguishes a slow rank from waiting ones."""
+    """Step time without waiting for other ranks; it distinguishes a slow rank from waiting
+    ones."""
     data_seconds: tuple[float, ...]
     forward_seconds: tuple[float, ...]
     """Forward pass, waits included; the same holds for backward and reduction."""
@@ -139,8 +145,9 @@ class Ranks(Event):
     checkpoint_seconds: tuple[float, ...]
     """Time that checkpoints blocked the rank since the previous event of this kind."""
     wait_seconds: dict[str, tuple[float, ...]]
-    """Time waiting for other ranks, by kind of parallelism: data, tensor, context, expert, pipeline
-    (bubbles included), world (reductions over several kinds). Kinds without waits are absent."""
+    """Time waiting for other ranks, by kind of parallelism: data, tensor, context, expert,
+    pipeline (bubbles included), world (reductions over several kinds). Kinds without waits are
+    absent."""
     reserved_bytes: tuple[int, ...] | None = None
     """CUDA: peak memory reserved by the allocator."""
     device_bytes: tuple[int, ...] | None = None
@@ -148,7 +155,8 @@ class Ranks(Event):
     temperature_celsius: tuple[float, ...] | None = None
     """Device temperature, if NVML is available."""
     throttled: tuple[str, ...] | None = None
-    """Reasons for reduced clocks, such as `power, heat`, if NVML is available; empty if none."""
+    """Reasons for reduced clocks, such as `power, heat`, if NVML is available; empty if
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +210,7 @@ class Profiled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Event):
-    """Evaluation on the validation set, or its first `max_batches`, with the weights of `step`."""
+    """Evaluation on the validation set, or on its first `max_batches`, after `step`."""
 
     kind: ClassVar[str] = "evaluation"
     loss: float
@@ -233,13 +241,13 @@ class Checkpoint(Event):
     seconds: float
     """Time from when the save was due until it was complete on disk."""
     stall_seconds: float | None = None
-    """Time that training waited for it, also before the next update; less than `seconds` if it was
-    written in the background."""
+    """Time that training waited for it, also before the next update; less than `seconds` if it
+    was written in the background."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """Training continues from the checkpoint at `step`; earlier lines for later steps are withdrawn."""
+    """Training continues from the checkpoint at `step`; earlier lines of later steps are void."""
 
     kind: ClassVar[str] = "resumed"
     path: str
@@ -300,7 +308,8 @@ class RunFinished(Event):
     total_seconds: float
     """Seconds of this process, set-up included."""
     total_tokens: int
-    """Tokens computed since step 0, padding included; steps before this process count full rows."""
+    """Tokens computed since step 0, padding included; steps before this process count full
+    rows."""
     final_loss: float | None = None
     """Last validation loss, or last training loss if there is no validation."""
 

@@ -77,8 +77,8 @@ def _spell_non_finite(value: Any) -> Any:
 def _readers(event_type: type[Event]) -> dict[str, str]:
     """Return the name of the conversion of each field, derived from its type.
 
-    `float` also accepts the strings of non-finite values, lists become tuples; a final `?` allows
-    None.
+    `float` also accepts the strings of non-finite values, lists become tuples; a final `?`
+    allows None.
     """
 
     def reader(type_name: str) -> str:

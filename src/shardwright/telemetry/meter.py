@@ -29,10 +29,13 @@ def measure_throughput(
 ) -> Throughput:
     """Compute tokens/s, model FLOP/s and MFU of a step.
 
-    MFU is relative to `world_size` times the matmul ceiling of one device. Model FLOPs are those of
-    forward and backward pass without recomputation (PaLM, appendix B).
+    MFU is relative to `world_size` times the matmul ceiling of one device. Model FLOPs are
+    those of forward and backward pass without recomputation (PaLM, appendix B).
 
-    >>> measure_throughput(1000, 2.0, world_size=2, flops_per_token=6e6, matmul_flops_per_second=1e10).mfu
+    >>> rates = measure_throughput(
+    ...     1000, 2.0, world_size=2, flops_per_token=6e6, matmul_flops_per_second=1e10
+    ... )
+    >>> rates.mfu
     0.15
     """
     tokens_per_second = tokens / seconds if seconds > 0 else 0.0
@@ -44,8 +47,8 @@ def measure_throughput(
 class ThroughputMeter:
     """Meter of a run's throughput.
 
-    If a step exceeds the ceiling, the ceiling is raised, so that MFU never exceeds 1; the first time
-    is logged.
+    If a step exceeds the ceiling, the ceiling is raised, so that MFU never exceeds 1; the first
+    time is logged.
     """
 
     def __init__(self, world_size: int, matmul_flops_per_second: float) -> None:
@@ -60,8 +63,10 @@ class ThroughputMeter:
             return throughput
         if not self._has_risen:
             logger.info(
-                "a step reached %.0f%% of the measured matmul ceiling (%s per device): the measurement "
-                "was too low, perhaps on a busy machine; MFU is now relative to the fastest step",
+                "a step reached %.0f%% of the measured matmul ceiling (%s per device): the "
+                "measurement "
+                "was too low, perhaps on a busy machine; MFU is now relative to the fastest "
+                "step",
                 100.0 * throughput.mfu,
                 format_flops_per_second(self.matmul_flops_per_second),
             )
@@ -80,7 +85,7 @@ class ThroughputMeter:
 
 
 class Smoothed:
-    """Exponential mean without a bias towards zero at the start; ignores values that are not finite.
+    """Exponential mean without bias towards zero at the start; ignores non-finite values.
 
     >>> mean = Smoothed(half_life=1)
     >>> [round(mean.add(value), 3) for value in (4.0, 4.0, 1.0)]
@@ -108,9 +113,9 @@ class Smoothed:
 class Progress:
     """Smoothed metrics for display, computed from the events.
 
-    The time left is the number of remaining steps times the smoothed step time, increased by the
-    share of time spent in evaluations and checkpoints; the first step of a process (compilation,
-    caches) is ignored.
+    The time left is the number of remaining steps times the smoothed step time, increased by
+    the share of time spent in evaluations and checkpoints; the first step of a process
+    (compilation, caches) is ignored.
     """
 
     def __init__(self) -> None:

@@ -72,12 +72,12 @@ def _metrics_of(events: list[Event]) -> Iterable[tuple[str, _Labels, float]]:
     if (saved := newest.get(Checkpoint)) is not None and saved.step is not None:
         yield "checkpoint_step", (), saved.step
     for kind in (Step, Evaluation):
-        event = newest.get(kind)
-        if event is None:
+        newest_event = newest.get(kind)
+        if newest_event is None:
             continue
         if kind is Step:
-            yield "step", (), event.step or 0
-        for name, value in scalars_of(event).items():
+            yield "step", (), newest_event.step or 0
+        for name, value in scalars_of(newest_event).items():
             metric, _, rank = name.replace("/", "_").partition("_rank_")
             yield metric, (("rank", rank),) if rank else (), value
     if isinstance(ranks := newest.get(Ranks), Ranks):

@@ -58,7 +58,7 @@ class Sensor:
 
 
 def open_sensor(uuid: str) -> Sensor | None:
-    """Open the sensors of the device with this CUDA UUID; log and return None if NVML is missing."""
+    """Open the sensors of the device with this CUDA UUID; None if NVML is unavailable."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

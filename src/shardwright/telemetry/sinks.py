@@ -1,6 +1,7 @@
 """Sinks that show events as lines of text, and the protocol of all sinks.
 
-The progress bar is `telemetry.terminal`; exporters such as TensorBoard are in `telemetry.exporters`.
+The progress bar is `telemetry.terminal`; exporters such as TensorBoard are in
+`telemetry.exporters`.
 """
 
 from __future__ import annotations
@@ -51,42 +52,48 @@ def format_loss(loss: float) -> str:
 
 
 def describe(event: Event, progress: Progress | None = None) -> str:
-    """Describe an event in one line, without its time. `progress` adds the time left to a step."""
+    """Describe an event in one line, without its time; `progress` adds the time left."""
     match event:
         case RunStarted():
             devices = _count_devices(event.devices)
             host = "" if event.host in devices else f" on {event.host}"
             return (
-                f"{event.name}: {format_count(event.num_parameters)} parameters, layout {event.layout}, "
+                f"{event.name}: {format_count(event.num_parameters)} parameters, layout "
+                f"{event.layout}, "
                 f"{devices}{host}, {event.total_steps:,} steps of {_at_most(event)}"
-                f"{format_count(event.global_batch_tokens)} tokens, {_describe_precision(event)}"
+                f"{format_count(event.global_batch_tokens)} tokens, "
+                f"{_describe_precision(event)}"
             )
         case Step():
             return _describe_step(event, progress)
         case Evaluation():
             best = "  best so far" if event.best else ""
             return (
-                f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  perplexity {event.perplexity:.4g}"
+                f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  "
+                f"perplexity {event.perplexity:.4g}"
                 f"  ({format_seconds(event.seconds)}){best}"
             )
         case Checkpoint():
             size = format_bytes(event.size_bytes)
             seconds = format_seconds(event.seconds)
             name = PurePath(event.path).name  # the whole path would fill the line
-            background = event.stall_seconds is not None and event.stall_seconds < 0.9 * event.seconds
-            stall = f", training waited {format_seconds(event.stall_seconds or 0.0)}" if background else ""
+            stall = ""
+            if event.stall_seconds is not None and event.stall_seconds < 0.9 * event.seconds:
+                stall = f", training waited {format_seconds(event.stall_seconds)}"
             return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
         case Profiled():
             ranks = f"{event.ranks} rank{'s' if event.ranks != 1 else ''}"
             error = format_seconds(event.clock_error_seconds)
-            return f"profile of step {event.step:,}  {event.path}  ({ranks}, clocks aligned within {error})"
+            clocks = f"clocks aligned within {error}"
+            return f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
         case Resumed():
             return f"resumed at step {event.step:,} from {event.path}"
         case RolledBack():
             return (
                 f"rolled back from step {event.from_step:,} to step {event.step:,} "
                 f"({PurePath(event.path).name}): {event.reason}; "
-                f"{event.num_samples:,} samples from position {event.first_sample:,} on are skipped"
+                f"{event.num_samples:,} samples from position {event.first_sample:,} on are "
+                "skipped"
             )
         case SkippedStep():
             scale = f", loss scale now {event.loss_scale:g}" if event.loss_scale is not None else ""
@@ -99,17 +106,18 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             return f"asked to stop ({event.reason})" + (f" at step {event.step:,}" if event.step is not None else "")
         case RunFinished():
             loss = f", loss {format_loss(event.final_loss)}" if event.final_loss is not None else ""
-            return f"{event.status} after {format_seconds(event.total_seconds)}, {format_count(event.total_tokens)} tokens{loss}"
+            tokens = f"{format_count(event.total_tokens)} tokens"
+            return f"{event.status} after {format_seconds(event.total_seconds)}, {tokens}{loss}"
     raise AssertionError(f"{event.kind} has no line")
 
 
 def _at_most(event: RunStarted) -> str:
-    """Return "at most " if micro-batches are trimmed to their longest row, so that steps vary in tokens."""
+    """Return "at most " if rows are trimmed, so that steps differ in number of tokens."""
     return "at most " if event.plan.get("batch", {}).get("row_multiple") else ""
 
 
 def _describe_precision(event: RunStarted) -> str:
-    """Describe the precision and why `precision: auto` chose it; runs of old versions have no reason."""
+    """Describe the precision and, except in old runs, why `precision: auto` chose it."""
     kind = event.plan.get("precision", {}).get("kind", "unknown precision")
     reason = event.plan.get("precision_reason")
     return kind if reason is None else f"{kind} (precision auto: {reason})"
@@ -155,7 +163,7 @@ def _count_devices(devices: Sequence[str]) -> str:
 
 
 class PlainLines:
-    """Sink that writes one line per event to a stream; of steps, every `every_steps`-th and the last."""
+    """Sink that writes one line per event; for steps every `every_steps`-th and the last."""
 
     def __init__(self, stream: TextIO, *, every_steps: int = 1, timestamps: bool = False) -> None:
         self._stream = stream

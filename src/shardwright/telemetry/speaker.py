@@ -30,8 +30,8 @@ LOG_NAME = "log.txt"
 class Speaker:
     """Logger that writes each event to the event file first, then to every sink.
 
-    A sink that raises is disabled with one warning event; only errors of the event file stop the
-    run.
+    A sink that raises is disabled with one warning event; only errors of the event file stop
+    the run.
     """
 
     def __init__(self, writer: EventWriter | None, sinks: Iterable[Sink]) -> None:
@@ -49,7 +49,8 @@ class Speaker:
         for sink in tuple(self._sinks):
             try:
                 sink.on_event(event)
-            except Exception as error:  # no error of a terminal, a disk or a service may stop the run
+            except Exception as error:
+                # no error of a terminal, a disk or a service may stop the run
                 self._turn_off(sink, error)
         return event
 
@@ -57,9 +58,11 @@ class Speaker:
         if sink not in self._sinks:
             return
         self._sinks.remove(sink)
-        with contextlib.suppress(Exception):  # the sink already failed; the warning below reports it
+        # The sink already failed; the warning below reports it.
+        with contextlib.suppress(Exception):
             sink.close()
-        message = f"{type(sink).__name__} is off for the rest of the run: {type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        message = f"{type(sink).__name__} is off for the rest of the run: {reason}"
         self.emit(Warned(message=message))
 
     def close(self) -> None:
@@ -90,9 +93,9 @@ def open_speaker(
 ) -> Speaker:
     """Open the event logger of a rank.
 
-    Rank 0 gets the event file, log.txt, `stream` (a progress bar on a terminal, else plain lines)
-    and the given exporters (`tensorboard`, `wandb`, `mlflow`); other ranks only write warnings and
-    failures to `stream`, by default standard error.
+    Rank 0 gets the event file, log.txt, `stream` (a progress bar on a terminal, else plain
+    lines) and the given exporters (`tensorboard`, `wandb`, `mlflow`); other ranks only write
+    warnings and failures to `stream`, by default standard error.
 
     Raises:
         InputError: the package of an exporter is missing, or another process writes this run.

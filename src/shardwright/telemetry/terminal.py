@@ -1,4 +1,4 @@
-"""Progress bar of a run on a terminal: one live line, and above it a line for each other event."""
+"""Progress bar of a run on a terminal: one live line, below a line per other event."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class StatusLine:
         """Draw the line into the available width."""
         progress = self.progress
         count = Text(f"{progress.step:,}/{progress.total_steps:,}")
-        segments: list[tuple[str, Text]] = []  # by importance: a narrow terminal drops the last ones
+        # By importance: a narrow terminal drops the last ones.
+        segments: list[tuple[str, Text]] = []
         if math.isfinite(progress.loss):
             segments.append(("loss", Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold"))))
         time_left = format_remaining(progress)
@@ -77,7 +78,8 @@ class StatusLine:
             segments.append(("memory", Text(format_bytes(self.memory_bytes))))
         if math.isfinite(progress.mfu):
             segments.append(("mfu", Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}")))
-        # Keep two columns free for the `^C` that a terminal echoes; on a full line it would wrap.
+        # Keep two columns free for the `^C` that a terminal echoes; on a full line it would
+        # wrap.
         available_width = options.max_width - 2 - _MIN_BAR_WIDTH - 2 - count.cell_len
         fitting = []
         for name, text in segments:
@@ -99,7 +101,7 @@ class StatusLine:
 
 
 class Terminal:
-    """Sink that draws the status line on a terminal, on standard error to keep standard output clean.
+    """Sink that draws the status line on a terminal (standard error, not standard output).
 
     There is no drawing thread: an event updates the line, at most ten times a second.
     """

@@ -1,4 +1,4 @@
-"""Merging of the ranks' Chrome traces into one on a common clock, for Perfetto or chrome://tracing.
+"""Merging of the ranks' Chrome traces on one clock, for Perfetto or chrome://tracing.
 
 Imports no torch.
 """
@@ -28,9 +28,9 @@ class RankTrace:
 def merge_traces(traces: Iterable[RankTrace], out: Path) -> int:
     """Write one gzipped trace of all ranks and return its number of events.
 
-    Processes are renamed to `rank 3: ...`, in rank order; flow ids are made unique per rank; times
-    are microseconds since the start of the first trace, on rank 0's clock. Keeps one trace in
-    memory at a time. The file is written completely or not at all.
+    Processes are renamed to `rank 3: ...`, in rank order; flow ids are made unique per rank;
+    times are microseconds since the start of the first trace, on rank 0's clock. Keeps one
+    trace in memory at a time. The file is written completely or not at all.
 
     Raises:
         OSError, ValueError: a trace cannot be read, or the result cannot be written.
@@ -49,7 +49,8 @@ def merge_traces(traces: Iterable[RankTrace], out: Path) -> int:
                 if first is None:
                     start = min((event["ts"] for event in content["traceEvents"] if event.get("ph") == "X"), default=0.0)
                     first = base, offset
-                # A float cannot represent nanoseconds since 1970 exactly: subtract the bases first.
+                # A float cannot represent nanoseconds since 1970 exactly: subtract the bases
+                # first.
                 shift = (base - first[0]) / 1000 + (offset - first[1]) - start
                 for event in _moved(content["traceEvents"], trace.rank, shift):
                     file.write((",\n" if num_events else "\n") + json.dumps(event))

@@ -73,8 +73,8 @@ def test_named_columns_decide() -> None:
         ({"messages": turns("a", "b"), "prompt": "a", "response": "b"}, {}, "several kinds.*messages, prompt_response"),
         ({"prompt": "a", "completion": "b", "response": "c"}, {}, "several kinds"),
         ({"q": "a"}, {"named": {"prompt": "qq", "response": "a"}}, "no such column.*qq"),
-        ({"q": "a"}, {"named": {"nonsense": "q"}}, "no such column of these records.*nonsense"),
-        ({"q": "a"}, {"asked": "messages", "named": {"prompt": "q"}}, r"no such column of these records.*messages, tools"),
+        ({"q": "a"}, {"named": {"nonsense": "q"}}, "records of this kind have no such column.*nonsense"),
+        ({"q": "a"}, {"asked": "messages", "named": {"prompt": "q"}}, r"records of this kind have no such column.*messages, tools"),
     ],
 )
 def test_what_could_be_two_things_is_asked_about(row: dict[str, Any], more: dict[str, Any], words: str) -> None:
@@ -138,14 +138,14 @@ def call_of(**function: Any) -> list[dict[str, Any]]:
         ([*turns("a"), *turns("b", "c")], "turn 2 is 'user' behind 'user'"),
         ([*turns("a", "b"), {"role": "system", "content": "s"}], "'system' behind 'assistant'"),
         ([*turns("a", "b"), {"role": "tool", "content": "s"}], "'tool' behind 'assistant'"),
-        ([{"role": "user", "content": 5}], "turn 1 holds no text but int"),
+        ([{"role": "user", "content": 5}], "turn 1 has content of type int, not text"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "'image'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "without text"),
         ([{"role": "user", "content": "\ud800"}], "surrogate"),
         (call_of(arguments={}), "no function name"),
         (call_of(name="f"), "'f' of turn 2 has no arguments"),
         (call_of(name="f", arguments="{"), "arguments of the tool call 'f' of turn 2: not JSON"),
-        (call_of(name="f", arguments=[1]), "no object"),
+        (call_of(name="f", arguments=[1]), "not an object"),
         ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "only the assistant"),
     ],
 )

@@ -165,7 +165,7 @@ def test_no_events_is_an_error_that_names_the_place(tmp_path: Path) -> None:
     [
         ("stepp", {}, "Meant `step`"),
         ("warning", {"message": "m", "colour": 1}, "no such field"),
-        ("warning", {}, "message: a `warning` event needs it"),
+        ("warning", {}, "message: a `warning` event needs this field"),
     ],
 )
 def test_an_event_that_does_not_fit_its_kind_is_refused(kind: str, values: dict[str, Any], message: str) -> None:
