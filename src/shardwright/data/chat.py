@@ -191,9 +191,7 @@ def _read_file(path: Path) -> str:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
-            f"the chat template cannot be read: {error}",
-            field="data.chat_template",
-            got=str(path),
+            f"the chat template cannot be read: {error}", field="data.chat_template", got=str(path)
         ) from error
 
 

@@ -144,9 +144,7 @@ def _list_datasets_folder(source: Source, folder: Path, where: str) -> list[Sour
         )
     if absent := [name for name in names if _kind_of(folder / name, where) != "regular file"]:
         raise DataError(
-            "a file listed in state.json does not exist",
-            field=where,
-            got=ascii(absent[0])[1:-1],
+            "a file listed in state.json does not exist", field=where, got=ascii(absent[0])[1:-1]
         )
     return [_as_file(source, folder / name, name, where) for name in names]
 

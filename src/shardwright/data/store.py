@@ -1,10 +1,10 @@
 """Tokens on disk: per side a flat file of ids, the starts of documents, masks and counts.
 
-<side>.tokens      ids, little-endian; uint16 if the vocabulary has at most 2^16 ids, else
-uint32 <side>.documents   uint64: index of each document's first token, then the number of
-tokens <side>.supervised  uint8, 1 for each supervised token; absent if all are <side>.weights
-little-endian float32, loss weight of each token; absent if all are 1 <side>.json        counts,
-and the type of the ids
+<side>.tokens      ids, little-endian uint16 if the vocabulary size is at most 2^16, else uint32
+<side>.documents   uint64: index of each document's first token, then the number of tokens
+<side>.supervised  uint8, 1 for each supervised token; absent if all are
+<side>.weights     little-endian float32, loss weight of each token; absent if all are 1
+<side>.json        counts, and the type of the ids
 """
 
 from __future__ import annotations

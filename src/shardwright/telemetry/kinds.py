@@ -247,7 +247,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """Training continues from the checkpoint at `step`; earlier lines of later steps are void."""
+    """Training continues from the checkpoint at `step`; withdraws previous lines of later steps."""
 
     kind: ClassVar[str] = "resumed"
     path: str
