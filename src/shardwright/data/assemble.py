@@ -51,16 +51,15 @@ def _check_preferences(recipe: Recipe, kinds: Collection[str]) -> None:
     others = sorted(set(kinds) - {"preference"})
     if recipe.preference is None:
         raise DataError(
-            "the sources contain chosen and rejected responses, but the recipe has no "
-            "`preference`",
+            "the sources contain preferences (chosen, rejected), but the recipe has no "
+            "`preference` section",
             field="data.sources",
             remedy="Set `preference: {kind: dpo}`, or train on the chosen responses only with "
             "`records: prompt_completion, columns: {completion: chosen}`",
         )
     if others:
         raise DataError(
-            "preference tuning needs pairs of responses, but some sources contain other "
-            "records",
+            "preference tuning needs preferences, but some sources contain other records",
             field="data.sources",
             got=", ".join(others),
             allowed="records with `chosen` and `rejected` responses, and their `prompt`",

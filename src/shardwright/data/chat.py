@@ -105,8 +105,7 @@ class ChatTemplate:
                 field="data.chat_template",
                 got=f"{len(marked_spans)} markers for {len(assistant_indices)} turns in "
                 f"{_shorten(conversation)}",
-                remedy="Correct the template, or remove the markers: turns are then located by "
-                "rendering",
+                remedy="Correct the template, or remove all its generation markers",
             )
         span_by_turn = dict(zip(assistant_indices, marked_spans, strict=True))
         return conversation, [Span(*span_by_turn[index]) for index in wanted]
@@ -191,7 +190,7 @@ def _read_file(path: Path) -> str:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
-            f"the chat template cannot be read: {error}", field="data.chat_template", got=str(path)
+            f"the template cannot be read: {error}", field="data.chat_template", got=str(path)
         ) from error
 
 

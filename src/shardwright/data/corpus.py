@@ -72,7 +72,8 @@ class Records(NamedTuple):
             remedy = "Correct the records, or raise data.max_broken_fraction to skip them"
             if is_other_json:
                 remedy = (
-                    "JSON lines have one record per line; name other JSON files .json. " + remedy
+                    "JSON lines have one record per line; name other JSON files .json. "
+                    + remedy
                 )
         raise DataError(
             f"too many records cannot be read: {first}{more}",
@@ -224,7 +225,8 @@ def divide(training: Weighed, validation: Weighed | None, section: DataSection) 
             "the training sources contain no text",
             field="data.sources",
             got=f"{len(training.files)} files, {training.records.num_empty_files} of them "
-            "empty, and "
+            "empty, "
+            "and "
             f"{training.records.num_broken} broken records",
         )
     if validation is not None:
@@ -233,8 +235,7 @@ def divide(training: Weighed, validation: Weighed | None, section: DataSection) 
         if not np.any(held_out == VALIDATION):
             num_dropped = int(np.count_nonzero(held_out == DUPLICATE))
             raise DataError(
-                "the validation sources contain no text that is not also in the training "
-                "sources",
+                "all text of the validation sources is also in the training sources",
                 field="data.validation",
                 got=f"{validation.records.num_records} records, "
                 f"{validation.records.num_broken} of them broken and "
@@ -297,16 +298,14 @@ def _by_tail(training: Weighed, sides: npt.NDArray[np.uint8], fraction: float) -
             "the split leaves nothing to train on",
             field="data.validation_fraction",
             got=fraction,
-            remedy="Reduce the fraction: the first record alone is larger than the training "
-            "share",
+            remedy="Reduce the fraction: the first record exceeds the training share",
         )
     train_digests = training.digests[(result == TRAIN)]
     if head:
         train_digests = np.append(train_digests, training.digests[boundary_record])
     repeats = (result == VALIDATION) & np.isin(training.digests, train_digests)
     if head:
-        # The split document is on both sides by design, unless the training side has a whole
-        # copy.
+        # By design the split document is on both sides, unless training has a whole copy.
         repeats[boundary_record] = bool(np.isin(training.digests[boundary_record], training.digests[result == TRAIN]))
     result[repeats] = DUPLICATE
     if not np.any(result == VALIDATION):

@@ -163,8 +163,7 @@ def recognise(rows: Sequence[Mapping[str, Any]], asked: str, named: Mapping[str,
     columns = {name for row in rows for name in _present(row)}
     if rows and (absent := [name for name in named.values() if name not in columns]):
         raise DataError("no such column", field=f"{where}.columns", got=absent[0], allowed=", ".join(sorted(columns)))
-    # In a mixed file the most frequent kind is the intended one; other records are reported as
-    # broken.
+    # The most frequent kind in a mixed file is the intended one; other records are broken.
     fitting_rows = {kind: [row for row in rows if _fits(kind, row, named, asked)] for kind in candidates if kind != "text"}
     max_num_rows = max(map(len, fitting_rows.values()), default=0)
     best_kinds = [
@@ -343,8 +342,7 @@ def _read_preference(row: _Given) -> tuple[str, Any]:
     if not isinstance(prompt, list):
         raise Unusable("'prompt' is neither a string nor a list of turns")
     # Some files repeat the prompt in both responses. Without a prompt column, the prompt is the
-    # turns
-    # that both have in common.
+    # turns that both have in common.
     common = next((number for number, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if common is None:
         raise Unusable("the chosen and the rejected response are the same")

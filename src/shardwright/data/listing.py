@@ -139,12 +139,11 @@ def _list_datasets_folder(source: Source, folder: Path, where: str) -> list[Sour
             "the dataset selects rows by an index file, which is not supported",
             field=where,
             got=source.path,
-            remedy="Save the dataset again: save_to_disk of datasets 2.9 and later writes the "
-            "selected rows",
+            remedy="Save the dataset again with datasets 2.9 or later, which writes those rows",
         )
     if absent := [name for name in names if _kind_of(folder / name, where) != "regular file"]:
         raise DataError(
-            "a file listed in state.json does not exist", field=where, got=ascii(absent[0])[1:-1]
+            "state.json lists a file that does not exist", field=where, got=ascii(absent[0])[1:-1]
         )
     return [_as_file(source, folder / name, name, where) for name in names]
 
@@ -195,16 +194,14 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
             field=where,
             got=source.path,
             allowed=", ".join(FORMAT_OF_SUFFIX) if not source.glob else None,
-            remedy=f"It contains {', '.join(sorted(skipped)[:8])} files: select some with "
-            "`glob`"
+            remedy=f"It contains {', '.join(sorted(skipped)[:8])} files: set `glob`"
             if skipped
             else "The folder is empty",
         )
     if skipped and not source.glob and source.format == "auto":
         counts = ", ".join(f"{number} {suffix}" for suffix, number in sorted(skipped.items())[:8])
         log.warning(
-            "%s: skipped files of unsupported formats: %s (use `glob` or `exclude` to select "
-            "files)",
+            "%s: skipped files of unsupported formats: %s (see `glob` and `exclude`)",
             where,
             counts,
         )

@@ -113,8 +113,7 @@ def pack_documents(
 def _best_fit(lengths: Int64Array, sequence_length: int) -> list[list[int]]:
     """Return the indices of the pieces of each row."""
     rows: list[list[int]] = []
-    # rows_by_space[s] lists the rows with s free positions; bit s of `space_bits` is set if any
-    # has.
+    # rows_by_space[s] lists rows with s free positions; bit s of space_bits is set if any has.
     rows_by_space: list[list[int]] = [[] for _ in range(sequence_length + 1)]
     space_bits = 0
     for piece in np.argsort(-lengths, kind="stable").tolist():
@@ -234,8 +233,7 @@ class PackedDataset:
             document_ids[span] = number - 1
             offset += num_positions
         if self.alone:
-            # RoPE variants that depend on the document's length (longrope) read the last
-            # position.
+            # RoPE variants that depend on the length (longrope) read the last position.
             positions[offset:] = offset - 1
             return Sample(input_ids, labels, positions, None, weights, length - offset)
         positions[offset:] = np.arange(length - offset)

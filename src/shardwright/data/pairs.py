@@ -41,8 +41,7 @@ def lay_pairs(
             got=f"{int((~fits_P).sum())} of {len(fits_P)} pairs, the longest of "
             f"{int(positions_P2.sum(axis=1).max())} tokens",
             allowed=f"{sequence_length} tokens, training.sequence_length",
-            remedy="Raise training.sequence_length, or set data.overlong: drop to leave them "
-            "out",
+            remedy="Raise training.sequence_length, or set data.overlong: drop",
         )
     starts = document_starts[:-1].reshape(-1, 2)[fits_P].reshape(-1)
     lengths = positions_P2[fits_P].reshape(-1)

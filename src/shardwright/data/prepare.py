@@ -130,7 +130,10 @@ def _check_records(saved: list[dict[str, Any]], recipe: Recipe) -> list[Records]
         statistics.check(recipe.data.max_broken_fraction, field)
         if statistics.num_broken:
             first = statistics.broken[0]
-            message = "skipped %d of %d records of %s that cannot be read; first %s:%d: %s"
+            message = (
+                "skipped %d of %d records of %s because they cannot be read; "
+                "the first is %s:%d: %s"
+            )
             log.warning(message, statistics.num_broken, statistics.num_records, field, first.file, first.line, first.reason)
     return records
 
@@ -140,8 +143,7 @@ def _template_of(recipe: Recipe, given: Tokenizer | None) -> ChatTemplate | None
     if isinstance(given, AbsentTokenizer):
         if recipe.data.chat_template is not None:
             raise TokenizerError(
-                "a chat template needs a tokenizer, but the sources contain token ids and "
-                "there is none",
+                "a chat template needs a tokenizer, but there is none for these token ids",
                 field="data.chat_template",
                 got=recipe.data.chat_template,
                 remedy="Remove it, or set tokenizer.path",
@@ -261,8 +263,7 @@ def _given_tokenizer(recipe: Recipe, kinds: Collection[str], vocab_size: int | N
     if set(kinds) == {"tokens"} and recipe.tokenizer.path is None and (folder is None or not _has_tokenizer(folder)):
         if vocab_size is None:
             raise TokenizerError(
-                "the vocabulary size is unknown: the sources contain token ids and there is no "
-                "tokenizer",
+                "the vocabulary size is unknown: there is no tokenizer for these token ids",
                 field="model.config.vocab_size",
                 remedy="Set it, or set tokenizer.path",
             )
@@ -272,8 +273,7 @@ def _given_tokenizer(recipe: Recipe, kinds: Collection[str], vocab_size: int | N
         raise TokenizerError(
             "no tokenizer is set",
             field="tokenizer.path",
-            remedy="Set it to a folder with tokenizer.json, or set tokenizer.kind to bpe or "
-            "character",
+            remedy="Use a folder with tokenizer.json, or set tokenizer.kind: bpe or character",
         )
     if not Path(os.path.expanduser(folder)).is_dir():
         raise TokenizerError("no such folder", field="tokenizer.path", got=folder)
@@ -302,8 +302,7 @@ def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate
         if num_characters := corpus.characters(side):
             report_read = sources.reading(f"tokenising {side}", num_characters)
             _, broken = write_tokens(folder, side, corpus.pieces(side), tokenizer, report_read, encode)
-            # The last element: separate validation sources if there are any, else those of both
-            # sides.
+            # The last element: separate validation sources, else the sources of both sides.
             index = -1 if side == "validation" else 0
             records[index] = records[index].with_broken(broken)
     content = {
@@ -326,8 +325,8 @@ def _train_tokenizer(sources: _Sources) -> Tokenizer:
         tokenizer: Tokenizer = train_bpe(sources.texts("train", "training the tokenizer"), section.vocab_size)
         if tokenizer.vocab_size < section.vocab_size:
             log.warning(
-                "the text has too few repeated pairs: the vocabulary has %d tokens instead of "
-                "%d",
+                "the vocabulary has only %d tokens, not %d: the text has no more repeated "
+                "pairs",
                 tokenizer.vocab_size,
                 section.vocab_size,
             )
@@ -342,8 +341,7 @@ def _check_supervision(stores: dict[Side, TokenStore], recipe: Recipe) -> None:
         counts = store.counts
         if recipe.data.supervise != "all" and 0 < counts.num_answered_tokens == counts.num_answered_supervised:
             raise DataError(
-                f"every token of the {side} records is supervised, but only responses should "
-                "be",
+                f"every token of the {side} records is supervised, not only the responses",
                 field="data.supervise",
                 got=recipe.data.supervise,
                 remedy="The prompts are empty or the columns are wrong; "
@@ -363,12 +361,10 @@ def _check_fits(stores: dict[Side, TokenStore], tokenizer: Tokenizer, vocab_size
             field="data.sources",
             got=f"token id {largest} in {location}",
             allowed=f"ids below the model's vocab_size of {vocab_size}",
-            remedy="Use the model that the ids were encoded for, or one with a larger "
-            "vocabulary",
+            remedy="Use the model of these ids, or one with a larger vocabulary",
         )
     raise TokenizerError(
-        "the tokenizer does not match the model: the data contain a token id outside its "
-        "vocabulary",
+        "the data contain a token id of the tokenizer outside the model's vocabulary",
         field="model.vocab_size",
         got=f"token id {largest}{location and f' in {location}'}, from a tokenizer of "
         f"{tokenizer.vocab_size} ids",

@@ -116,8 +116,7 @@ def identify(files: Sequence[SourceFile], sources: Sequence[Source], field: str)
                 f"{KINDS[records.kind].summary}",
                 field=f"{where}.path",
                 got=", ".join(file.name for file in texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else ""),
-                remedy=f"Skip them (`exclude: [{texts[0].name!r}]`), or list them as a "
-                "separate source",
+                remedy=f"Skip them (`exclude: [{texts[0].name!r}]`) or add a source for them",
             )
         result += [file if file.format == "text" else replace(file, records=records) for file in source_files]
     return tuple(result)

@@ -159,8 +159,7 @@ class _Writing:
     def count(self, part: _Part) -> None:
         piece = part.piece
         ids = part.ids
-        # Not `piece.begins`: the validation part of a divided document is a document of its
-        # own.
+        # Not `piece.begins`: the validation part of a split document counts as a document.
         if piece.record != self._record:
             self.starts.append(self._tokens)
             self._record = piece.record

@@ -135,8 +135,8 @@ class Encoder:
             raise TokenizerError(
                 "conversations need a chat template, but the tokenizer has none",
                 field="data.chat_template",
-                remedy="Set it to a file with a Jinja template, or use the tokenizer of a chat "
-                "model",
+                remedy="Set it to a file with a Jinja template, or use a chat model's "
+                "tokenizer",
             )
         return self._template
 
@@ -155,7 +155,7 @@ class Encoder:
             text_ids = tokenizer.encode_pieces([response])[0]
         else:
             prompt_ids, response_ids, text_ids = tokenizer.encode_pieces([prompt, response, prompt + response])
-            # A token crosses the boundary.
+            # If a token crosses the boundary, encode both parts separately.
             if not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):
                 text_ids = np.concatenate([prompt_ids, response_ids])
         ids = [np.array(tokenizer.prefix_ids, dtype=np.uint32), text_ids, np.array(tokenizer.suffix_ids, dtype=np.uint32)]
@@ -201,8 +201,7 @@ class Encoder:
         turn_text = text[span.start : span.end].rstrip()
         if any(turn_text.endswith(token) for token in self._control_tokens):
             return Span(span.start, span.start + len(turn_text))
-        # A marker may end before the token. The token at the end of the conversation ends
-        # turns.
+        # A marker may end before the token. The conversation's last token ends turns, too.
         conversation = text.rstrip()
         end_token = next((token for token in self._control_tokens if conversation.endswith(token)), None)
         if end_token is not None and text.startswith(end_token, span.end):
@@ -214,8 +213,7 @@ class Encoder:
             f"{text[max(span.start, span.end - _SHOWN_CHARACTERS) : span.end]!r}",
             allowed="a special token of the tokenizer: "
             f"{', '.join(self._control_tokens[:8]) or 'it has none'}",
-            remedy="Let the template end turns with eos_token, or use the tokenizer that "
-            "belongs to it",
+            remedy="Make the template end turns with eos_token, or use its own tokenizer",
         )
 
     def _check_turn(self, turn: Mapping[str, Any], number: int, text: str) -> None:

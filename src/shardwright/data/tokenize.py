@@ -30,8 +30,8 @@ LONGEST_WORD = 1024
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
 
 __all__ = [
-    "AbsentTokenizer", "CharacterTokenizer", "FastTokenizer", "Tokenizer", "has_tokenizer", "load_tokenizer", "train_bpe",
-    "train_characters",
+    "AbsentTokenizer", "CharacterTokenizer", "FastTokenizer", "Tokenizer",
+    "has_tokenizer", "load_tokenizer", "train_bpe", "train_characters",
 ]  # fmt: skip
 
 

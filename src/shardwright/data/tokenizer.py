@@ -155,8 +155,8 @@ class CharacterTokenizer:
                 field="tokenizer",
                 got=f"{character!r} (U+{ord(character):04X})",
                 allowed=f"the {self.vocab_size} characters of its sources",
-                remedy="Remove the character, or build the tokenizer from text that contains "
-                "it",
+                remedy="Remove the character, or add it to the text that the tokenizer is "
+                "built from",
             )
         return ids
 

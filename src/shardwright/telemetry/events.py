@@ -229,12 +229,11 @@ class EventLog:
         if self.missing:
             problems.append(f"there are no events to show yet: {self.path} ({self.missing})")
         if self.newer:
+            num_lines, version = self.newer
             problems.append(
-                f"{self.newer[0]:,} lines were written by a newer shardwright (schema "
-                f"{self.newer[1]}; "
-                f"this version reads {SCHEMA_VERSION}): unknown fields are ignored, and the "
-                "meaning "
-                "of others may have changed"
+                f"{num_lines:,} lines were written by a newer shardwright (schema {version}; "
+                f"this version reads {SCHEMA_VERSION}): unknown fields are ignored, and "
+                "others may have changed their meaning"
             )
         if self.broken_lines:
             numbers = ", ".join(str(number) for number in self.broken_lines[:5])
@@ -248,10 +247,7 @@ class EventLog:
             for kind, count in self.unknown_kinds
         ]
         if self.torn_tail:
-            problems.append(
-                "the last line is incomplete: the run is still writing, or was killed while "
-                "writing"
-            )
+            problems.append("the last line is incomplete: the run is writing it, or was killed")
         return tuple(problems)
 
 

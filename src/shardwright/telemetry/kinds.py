@@ -247,7 +247,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """Training continues from the checkpoint at `step`; withdraws previous lines of later steps."""
+    """Training continues from the checkpoint at `step`; withdraws lines of later steps."""
 
     kind: ClassVar[str] = "resumed"
     path: str
@@ -329,7 +329,8 @@ MEASUREMENTS: tuple[type[Event], ...] = (Ranks, Memory, PipelineRan)
 EVENT_TYPES: dict[str, type[Event]] = {
     event_type.kind: event_type
     for event_type in (
-        RunStarted, Step, Ranks, Memory, PipelineRan, Profiled, Evaluation, Checkpoint, Resumed, RolledBack, SkippedStep, Warned,
-        Preempted, RunFinished, Failed,
+        RunStarted, Step, Ranks, Memory, PipelineRan,
+        Profiled, Evaluation, Checkpoint, Resumed, RolledBack,
+        SkippedStep, Warned, Preempted, RunFinished, Failed,
     )
 }  # fmt: skip

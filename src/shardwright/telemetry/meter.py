@@ -63,10 +63,8 @@ class ThroughputMeter:
             return throughput
         if not self._has_risen:
             logger.info(
-                "a step reached %.0f%% of the measured matmul ceiling (%s per device): the "
-                "measurement "
-                "was too low, perhaps on a busy machine; MFU is now relative to the fastest "
-                "step",
+                "a step reached %.0f%% of the measured matmul ceiling (%s per device), "
+                "which is too low (busy machine?); MFU is now relative to the fastest step",
                 100.0 * throughput.mfu,
                 format_flops_per_second(self.matmul_flops_per_second),
             )

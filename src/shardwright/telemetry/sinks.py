@@ -58,8 +58,8 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             devices = _count_devices(event.devices)
             host = "" if event.host in devices else f" on {event.host}"
             return (
-                f"{event.name}: {format_count(event.num_parameters)} parameters, layout "
-                f"{event.layout}, "
+                f"{event.name}: {format_count(event.num_parameters)} parameters, "
+                f"layout {event.layout}, "
                 f"{devices}{host}, {event.total_steps:,} steps of {_at_most(event)}"
                 f"{format_count(event.global_batch_tokens)} tokens, "
                 f"{_describe_precision(event)}"
@@ -92,8 +92,8 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             return (
                 f"rolled back from step {event.from_step:,} to step {event.step:,} "
                 f"({PurePath(event.path).name}): {event.reason}; "
-                f"{event.num_samples:,} samples from position {event.first_sample:,} on are "
-                "skipped"
+                f"skipping {event.num_samples:,} samples from position {event.first_sample:,} "
+                "on"
             )
         case SkippedStep():
             scale = f", loss scale now {event.loss_scale:g}" if event.loss_scale is not None else ""

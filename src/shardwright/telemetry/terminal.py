@@ -78,8 +78,7 @@ class StatusLine:
             segments.append(("memory", Text(format_bytes(self.memory_bytes))))
         if math.isfinite(progress.mfu):
             segments.append(("mfu", Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}")))
-        # Keep two columns free for the `^C` that a terminal echoes; on a full line it would
-        # wrap.
+        # Keep two columns free for the echoed `^C`, which would wrap on a full line.
         available_width = options.max_width - 2 - _MIN_BAR_WIDTH - 2 - count.cell_len
         fitting = []
         for name, text in segments:

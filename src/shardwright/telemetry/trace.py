@@ -49,8 +49,7 @@ def merge_traces(traces: Iterable[RankTrace], out: Path) -> int:
                 if first is None:
                     start = min((event["ts"] for event in content["traceEvents"] if event.get("ph") == "X"), default=0.0)
                     first = base, offset
-                # A float cannot represent nanoseconds since 1970 exactly: subtract the bases
-                # first.
+                # Subtract the bases first: a float cannot represent nanoseconds since 1970.
                 shift = (base - first[0]) / 1000 + (offset - first[1]) - start
                 for event in _moved(content["traceEvents"], trace.rank, shift):
                     file.write((",\n" if num_events else "\n") + json.dumps(event))
