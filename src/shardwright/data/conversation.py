@@ -200,7 +200,9 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             )
         previous_role = role
     if previous_role != "assistant":
-        raise Unusable(f"roles out of order: the last is {previous_role!r}, not 'assistant'")
+        raise Unusable(
+            f"roles out of order: the last turn is {previous_role!r}, not 'assistant'"
+        )
 
 
 def _parse(text: str, what: str) -> Any:

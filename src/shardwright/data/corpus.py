@@ -225,9 +225,7 @@ def divide(training: Weighed, validation: Weighed | None, section: DataSection) 
             "the training sources contain no text",
             field="data.sources",
             got=f"{len(training.files)} files, {training.records.num_empty_files} of them "
-            "empty, "
-            "and "
-            f"{training.records.num_broken} broken records",
+            f"empty, and {training.records.num_broken} broken records",
         )
     if validation is not None:
         held_out = np.where(validation.characters > 0, VALIDATION, SET_ASIDE).astype(np.uint8)

@@ -128,7 +128,7 @@ def test_explicit_validation_drops_what_is_also_learnt_from(tmp_path: Path) -> N
     assert texts(corpus, "validation") == ["four", "five"]
     assert corpus.num_duplicates_dropped == 2
     assert (corpus.characters("train"), corpus.characters("validation")) == (11, 8)
-    with pytest.raises(DataError, match="not also in the training sources"):
+    with pytest.raises(DataError, match="is also in the training sources"):
         corpus_of(training, validation=training)
 
 

@@ -190,7 +190,7 @@ def test_given_ids_carry_what_is_learnt() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "not shifted"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "without a shift"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 ids and 1 labels"),
         ({"input_ids": [1, -2]}, "no id"),
         ({"input_ids": [1, "2"]}, "not a list of integers"),

@@ -163,7 +163,7 @@ def test_pairs_want_to_be_asked_for_and_to_be_there(tmp_path: Path) -> None:
         check(validate_recipe(document), 1)
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in ROWS]
     write_pairs(tmp_path / "pairs.jsonl", rows)
-    with pytest.raises(DataError, match="preference tuning needs pairs of responses, but some sources contain other records"):
+    with pytest.raises(DataError, match="preference tuning needs preferences, but some sources contain other records"):
         check(validate_recipe(preference_recipe(tmp_path)), 1)
 
 
