@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def cache_root(configured: str | None) -> Path:
-    """Return the recipe's cache folder, else that of $SHARDWRIGHT_CACHE or of ~/.cache."""
+    """Return `configured`, else $SHARDWRIGHT_CACHE/data, else ~/.cache/shardwright/data."""
     if configured is not None:
         return Path(os.path.expanduser(configured))
     base = os.environ.get("SHARDWRIGHT_CACHE")

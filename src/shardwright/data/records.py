@@ -21,7 +21,8 @@ from shardwright.files import open_regular
 
 MAX_RECORD_BYTES = 64 * 1024**2
 """Maximum size of a record, in characters of decoded text. A longer line of JSON lines or a
-longer record of another format is skipped; a longer element of a JSON array is an error."""
+longer record of another format is skipped; a longer element of a JSON array is an error, as is
+longer plain text that a tokenizer cannot split."""
 _MAX_SKIPPED_CHARACTERS = 1024**3
 """Maximum length of a line that is skipped; a longer one is an error, because it may never
 end."""
@@ -265,7 +266,7 @@ class _Window:
         """Advance the position by `count` characters."""
         self.line += self.text.count("\n", self.at, self.at + count)
         self.at += count
-        # The threshold makes each character be copied about once.
+        # With this threshold each character is copied about once.
         if self.at > max(_BLOCK_CHARACTERS, len(self.text) // 2):
             self.text = self.text[self.at :]
             self.at = 0
