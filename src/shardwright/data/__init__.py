@@ -1,1 +1,1 @@
-"""What the model learns from: sources, tokenizers, the split, samples and their order."""
+"""Training data: sources, tokenizers, the validation split, samples and their order."""

@@ -1,4 +1,4 @@
-"""From tokens on disk to the dataset of a side: cut into windows or packed, source by source where they are mixed."""
+"""Datasets over tokens on disk: windows or packed documents, one part per weighted source."""
 
 from __future__ import annotations
 
@@ -22,51 +22,58 @@ PackingKind = Literal["windows", "documents", "none", "pairs"]
 
 
 def choose_packing(recipe: Recipe, kinds: Collection[str]) -> PackingKind:
-    """How documents become samples; `auto` is by what the sources hold, as canonical forms.
+    """Return how documents become samples; `auto` depends on the canonical forms in `kinds`.
 
     Raises:
-        DataError: windows over records, which would let one conversation see another; preferences that are not asked for, or that
-            are asked for and are not there.
+        DataError: windows over records, in which one conversation would attend to another;
+            preference data without `preference` in the recipe, or `preference` without them.
     """
-    asked, with_records = recipe.data.packing, bool(set(kinds) - {"text"})
+    requested = recipe.data.packing
+    has_records = bool(set(kinds) - {"text"})
     if recipe.preference is not None or "preference" in kinds:
         _check_preferences(recipe, kinds)
         return "pairs"
-    if asked == "auto":
-        return "documents" if with_records else "windows"
-    if asked == "windows" and with_records:
+    if requested == "auto":
+        return "documents" if has_records else "windows"
+    if requested == "windows" and has_records:
         raise DataError(
-            "windows run across the borders of records",
+            "windows would cross the boundaries of records",
             field="data.packing",
-            got=asked,
+            got=requested,
             allowed="documents, none or auto",
-            remedy="Conversations, pairs and given ids are documents of their own",
+            remedy="Each conversation, pair or list of token ids is a document of its own",
         )
-    return asked
+    return requested
 
 
 def _check_preferences(recipe: Recipe, kinds: Collection[str]) -> None:
-    """Refuse pairs without `preference`, `preference` without pairs, and settings that pairs do not have."""
+    """Raise for pairs without `preference`, the reverse, or settings that pairs lack."""
     others = sorted(set(kinds) - {"preference"})
     if recipe.preference is None:
         raise DataError(
-            "the sources hold chosen and rejected responses, and nothing says what to learn from them",
+            "the sources contain preferences (chosen, rejected), but the recipe has no "
+            "`preference` section",
             field="data.sources",
-            remedy="Say `preference: {kind: dpo}`; to learn the chosen responses alone name them: "
+            remedy="Set `preference: {kind: dpo}`, or train on the chosen responses only with "
             "`records: prompt_completion, columns: {completion: chosen}`",
         )
     if others:
         raise DataError(
-            "preferences are learned from pairs, and some sources hold something else",
+            "preference tuning needs preferences, but some sources contain other records",
             field="data.sources",
             got=", ".join(others),
             allowed="records with `chosen` and `rejected` responses, and their `prompt`",
         )
     if recipe.data.packing not in ("auto", "none"):
-        raise DataError("a row holds one pair", field="data.packing", got=recipe.data.packing, allowed="auto")
+        raise DataError(
+            "pairs are not packed: each row has one pair",
+            field="data.packing",
+            got=recipe.data.packing,
+            allowed="auto",
+        )
     if recipe.data.supervise == "all":
         raise DataError(
-            "a prompt that both responses share says nothing of the preference",
+            "both responses share the prompt, so it cannot be supervised in preference tuning",
             field="data.supervise",
             got="all",
             allowed="assistant or last",
@@ -74,10 +81,10 @@ def _check_preferences(recipe: Recipe, kinds: Collection[str]) -> None:
 
 
 def open_dataset(recipe: Recipe, root: Path, key: str, side: Side, store: TokenStore, packing: PackingKind) -> TokenDataset:
-    """The samples of a side. `key` names the tokens; the packing of them is kept in the cache `root` too.
+    """Open the dataset of one side. `key` identifies the tokens in the cache `root`.
 
     Raises:
-        DataError: nothing to learn from, or documents that are too long where that is refused.
+        DataError: nothing to train on, or documents that are too long under `overlong: refuse`.
     """
     weights = [source.weight for source in recipe.data.sources]
     if side == "validation" or weights[0] is None:
@@ -89,56 +96,71 @@ def open_dataset(recipe: Recipe, root: Path, key: str, side: Side, store: TokenS
 def _open_part(
     recipe: Recipe, root: Path, key: str, side: Side, store: TokenStore, packing: PackingKind, source: int | None
 ) -> TokenDataset:
-    length, whole = recipe.training.sequence_length, side == "validation"
-    field = "data.validation" if whole else "data.sources" if source is None else f"data.sources.{source}"
+    length = recipe.training.sequence_length
+    is_evaluation = side == "validation"
+    if is_evaluation:
+        field = "data.validation"
+    else:
+        field = "data.sources" if source is None else f"data.sources.{source}"
     documents = store.documents if source is None else _of_source(store, source)
-    num_documents, num_tokens = len(documents) - 1, int(documents[-1] - documents[0]) if len(documents) else 0
-    found = f"{num_tokens} tokens in {num_documents} documents"
+    num_documents = len(documents) - 1
+    num_tokens = int(documents[-1] - documents[0]) if len(documents) else 0
+    summary = f"{num_tokens} tokens in {num_documents} documents"
     if packing == "windows":
         stream = store.tokens if source is None else store.tokens[int(documents[0]) : int(documents[-1])]
-        windows = WindowDataset(stream, length, seed=recipe.seed, whole=whole)
+        windows = WindowDataset(stream, length, seed=recipe.seed, whole=is_evaluation)
         if not len(windows):
             raise DataError(
                 f"the {side} text is shorter than one window",
                 field=field,
-                got=found,
-                allowed="2 tokens or more" if whole else f"{length + 1} tokens or more: sequence_length {length} and a label",
-                remedy="Give more text" if whole else "Give more text, or shorten training.sequence_length",
+                got=summary,
+                allowed="2 tokens or more"
+                if is_evaluation
+                else f"{length + 1} tokens or more: sequence_length {length} and a label",
+                remedy="Add text"
+                if is_evaluation
+                else "Add text, or reduce training.sequence_length",
             )
         return windows
 
     if packing == "pairs":
-        assert store.supervised is not None, "pairs are records"
+        assert store.supervised is not None, "pairs come from records, which have a mask"
         pairs = lay_pairs(store.tokens, documents, length, store.supervised, recipe.data.overlong)
         if not len(pairs):
-            raise DataError(f"no pair of the {side} responses fits a row", field="training.sequence_length", got=length)
+            raise DataError(
+                f"no pair of {side} responses fits in a row",
+                field="training.sequence_length",
+                got=length,
+            )
         return pairs
-    overlong, alone = recipe.data.overlong, packing == "none"
+    overlong = recipe.data.overlong
+    is_unpacked = packing == "none"
 
     def build(folder: Path) -> None:
-        packed = pack_documents(documents, length, supervised=store.supervised, overlong=overlong, alone=alone)
+        packed = pack_documents(documents, length, supervised=store.supervised, overlong=overlong, alone=is_unpacked)
         packed.save(folder / "packing.npz")
 
-    name = f"packed/{key_of([PACKING_VERSION, key, side, length, overlong, alone, source])}"
-    laid = Packing.load(build_once(root, name, build) / "packing.npz")
-    dataset = PackedDataset(store.tokens, laid, length, store.supervised, store.weights, alone)
+    name = f"packed/{key_of([PACKING_VERSION, key, side, length, overlong, is_unpacked, source])}"
+    packing_result = Packing.load(build_once(root, name, build) / "packing.npz")
+    dataset = PackedDataset(store.tokens, packing_result, length, store.supervised, store.weights, is_unpacked)
     if not len(dataset):
         dropped = dataset.packing.num_dropped
         raise DataError(
             f"no token of the {side} documents is supervised",
             field=field,
-            got=found + (f", {dropped} of them longer than a row and dropped" if dropped else ""),
-            allowed="documents of two tokens or more: the first of each is never predicted",
+            got=summary + (f"; {dropped} longer than a row were dropped" if dropped else ""),
+            allowed="documents of two tokens or more: the first token is never predicted",
         )
     return dataset
 
 
 PACKING_VERSION = 2
-"""Part of every key of a packing: raise it when the same tokens would be laid otherwise."""
+"""Part of every packing's cache key; increase it when the same tokens would be packed
+differently."""
 
 
 def _of_source(store: TokenStore, source: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Starts of the documents of one source and the end of the last: sources lie one behind the other."""
+    """Return the document starts of one source and the end of its last document."""
     counts = [*store.counts.source_documents, *[0] * (source + 1)]
     first = sum(counts[:source])
     return store.documents[first : first + counts[source] + 1]

@@ -1,8 +1,9 @@
-"""Work that is done once and kept: folders named by what they were made from.
+"""Cache of prepared data: folders named by a hash of their inputs, each built once.
 
-A folder of the cache is complete or absent: it is filled under a temporary name and renamed. Ranks and runs that want the
-same folder race for a lock; one does the work, the others wait. The lock only saves work: should two ever hold it (a
-stale lock taken over by both), both make the same folder and the first rename wins.
+A folder of the cache is complete or absent: it is built under a temporary name and renamed.
+Ranks and runs that need the same folder compete for a lock; one builds it, the others wait. The
+lock only saves work: if two processes acquire it (both take over a stale lock), both build the
+same folder and the first rename wins.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from shardwright.files import open_regular, read_text
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0
-"""A lock that has not been touched for so long belongs to a process that is gone (on another machine; here we look)."""
+"""Age after which a lock of another machine is stale. On this machine its process is looked
+up."""
 _SETTLED_SECONDS = 2.0
 _BLOCK_BYTES = 1 << 20
 
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def cache_root(configured: str | None) -> Path:
-    """The folder of the cache: the recipe's, or $SHARDWRIGHT_CACHE/data, or ~/.cache/shardwright/data."""
+    """Return `configured`, else $SHARDWRIGHT_CACHE/data, else ~/.cache/shardwright/data."""
     if configured is not None:
         return Path(os.path.expanduser(configured))
     base = os.environ.get("SHARDWRIGHT_CACHE")
@@ -43,16 +45,18 @@ def cache_root(configured: str | None) -> Path:
 
 
 def key_of(value: Any) -> str:
-    """A folder name for a JSON value."""
+    """Return a hash of a JSON value, used as a folder name."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def build_once(root: Path, name: str, build: Callable[[Path], None], *, poll_seconds: float = 0.1) -> Path:
-    """The folder `root/name`, filled by `build` unless it is there; safe among processes and machines on one file system.
+    """Return the folder `root/name`; call `build` to fill it if it does not exist.
+
+    Safe for concurrent processes, also on several machines that share a file system.
 
     Raises:
-        DataError: the cache cannot be written, a full disk for one. What was written is removed.
-        Whatever `build` raises.
+        DataError: the cache cannot be written, for example on a full disk; partial files are
+            removed. Exceptions of `build` propagate.
     """
     folder = root / name
     if folder.is_dir():
@@ -67,7 +71,7 @@ def build_once(root: Path, name: str, build: Callable[[Path], None], *, poll_sec
             f"the cache of tokenised data cannot be written: {error.strerror or error}",
             field="data.cache_dir",
             got=str(error.filename or folder),
-            remedy="Free space there, or name another folder",
+            remedy="Free space there, or set another folder",
         ) from error
     return folder
 
@@ -87,12 +91,12 @@ def _fill(folder: Path, build: Callable[[Path], None], identity: str) -> None:
 
 
 def _partial(folder: Path, identity: str) -> Path:
-    """Where the owner of a lock fills the folder, by the last word of its identity."""
+    """Return the temporary path of a lock's owner, named by the last word of its identity."""
     return folder.with_name(f"{folder.name}.{identity.rpartition(' ')[2]}.partial")
 
 
 class _Lock:
-    """A file that says who works; touched while they do."""
+    """Lock file with the identity of the builder; a heartbeat thread updates its mtime."""
 
     def __init__(self, path: Path, poll_seconds: float) -> None:
         self._path = path
@@ -106,29 +110,35 @@ class _Lock:
         return self
 
     def wait_for(self, folder: Path) -> bool:
-        """True once the lock is ours; False as soon as somebody else has made `folder`."""
-        told = False
-        watched, since = None, time.monotonic()
+        """Return True once the lock is acquired, False once another process built `folder`."""
+        has_logged = False
+        last_state = None
+        last_change = time.monotonic()
         while not self._take():
             if folder.is_dir():
                 return False
-            seen = self._look()
-            if seen is None:
+            state = self._look()
+            if state is None:
                 continue
-            owner = seen[0]
-            if seen != watched:
-                watched, since = seen, time.monotonic()
-            if _is_dead_here(owner) or time.monotonic() - since > STALE_SECONDS:
-                log.warning("taking over the data cache from a process that is gone (%s)", owner or "unknown")
+            owner = state[0]
+            if state != last_state:
+                last_state = state
+                last_change = time.monotonic()
+            if _is_dead_here(owner) or time.monotonic() - last_change > STALE_SECONDS:
+                log.warning(
+                    "taking over the data cache from a process that no longer runs (%s)",
+                    owner or "unknown",
+                )
                 self._break(owner)
-                if owner:  # what that process has left; of two that take over, neither touches what the other makes
+                # Two processes that take over never delete each other's partial folder.
+                if owner:
                     shutil.rmtree(_partial(folder, owner), ignore_errors=True)
                 continue
-            if owner and not told:
+            if owner and not has_logged:
                 log.info("waiting for another process to prepare the data (%s)", owner)
-                told = True
+                has_logged = True
             time.sleep(self._poll_seconds)
-        if folder.is_dir():  # made between our first look and our taking the lock
+        if folder.is_dir():  # built between our check and our acquiring the lock
             return False
         self._heart.start()
         return True
@@ -151,9 +161,10 @@ class _Lock:
         return True
 
     def _look(self) -> tuple[str, float] | None:
-        """Owner and last touch. Only changes of the touch are looked at, so clocks of machines need not agree.
+        """Return the owner and mtime of the lock, or None if there is no lock.
 
-        The owner is "" for a moment after the lock is made; None when there is no lock.
+        Only changes of mtime matter, so clocks of machines need not agree. The owner is "" for
+        a moment after the lock is created.
         """
         try:
             return self._path.read_text(), self._path.stat().st_mtime
@@ -186,36 +197,37 @@ def _is_dead_here(identity: str) -> bool:
 
 
 def fingerprint(files: Sequence[SourceFile], root: Path) -> list[list[Any]]:
-    """What a list of files holds and how it is read: name, format, kind of records, columns and a hash of the bytes.
+    """Return name, format, record kind, columns and content hash of each file, for cache keys.
 
-    Hashes are remembered by path, size and time of change, so that a large corpus is not read again by every run. A file
-    changed less than two seconds before it was hashed is hashed again next time: it may change once more unnoticed.
+    Hashes are saved by path, size, mtime and inode, so that a run need not read a large corpus
+    again. A file modified less than two seconds before it was hashed is hashed again next time,
+    because a further change could leave the same mtime.
     """
-    memory_path = root / "hashes" / f"{key_of([str(file.path.resolve()) for file in files])}.json"
+    hashes_path = root / "hashes" / f"{key_of([str(file.path.resolve()) for file in files])}.json"
     try:
-        memory = json.loads(read_text(memory_path))
+        saved_hashes = json.loads(read_text(hashes_path))
     except (OSError, ValueError, RecursionError):
-        memory = {}
-    if not isinstance(memory, dict):  # damaged: hashes are made again
-        memory = {}
-    remembered: dict[str, list[Any]] = {}
+        saved_hashes = {}
+    if not isinstance(saved_hashes, dict):  # damaged: hash the files again
+        saved_hashes = {}
+    new_hashes: dict[str, list[Any]] = {}
     result = []
     for file in files:
         try:
             status = file.path.stat()
             stamp = [status.st_size, status.st_mtime_ns, status.st_ino]
-            known = memory.get(str(file.path))
-            if isinstance(known, list) and len(known) == 2 and known[0] == stamp:
-                digest = str(known[1])
+            entry = saved_hashes.get(str(file.path))
+            if isinstance(entry, list) and len(entry) == 2 and entry[0] == stamp:
+                digest = str(entry[1])
             else:
                 digest = _hash(file.path)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", field=str(file.path)) from error
         if time.time() - status.st_mtime > _SETTLED_SECONDS:
-            remembered[str(file.path)] = [stamp, digest]
+            new_hashes[str(file.path)] = [stamp, digest]
         result.append([file.name, file.format, file.compression or "", file.records.kind, *map(list, file.records.columns), digest])
-    if remembered != memory:
-        _remember(memory_path, remembered)
+    if new_hashes != saved_hashes:
+        _remember(hashes_path, new_hashes)
     return result
 
 
@@ -228,7 +240,7 @@ def _hash(path: Path) -> str:
 
 
 def _remember(path: Path, value: Any) -> None:
-    """Best effort: without it the next run hashes again. A cache that cannot be written at all is told of by build_once."""
+    """Save hashes; ignore errors, because `build_once` reports an unwritable cache."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

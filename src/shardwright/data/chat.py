@@ -1,8 +1,10 @@
-"""The tokenizer's chat template: a conversation as one text, and which stretch of it each turn is.
+"""Chat template of a tokenizer: renders a conversation as text and locates each turn in it.
 
-Where a turn lies is found exactly or not at all. A template with `{% generation %}` markers says it itself. For any other the
-conversation is rendered up to the turn and through the turn, and both texts must be what the whole begins with; a template that
-writes earlier turns otherwise once later ones follow (one that drops old reasoning, for example) is refused with the sample.
+A turn is located exactly or not at all. A template with `{% generation %}` markers marks the
+turns itself. With any other template the conversation is rendered up to the turn and through
+the turn, and both texts must be prefixes of the whole conversation. A template that renders
+earlier turns differently once later ones follow (for example one that drops old reasoning) is
+an error.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", 
 
 
 class Span(NamedTuple):
-    """Characters `start` to `end` of a rendered conversation."""
+    """Range of characters in a rendered conversation; `end` is exclusive."""
 
     start: int
     end: int
@@ -33,22 +35,22 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template with what it is given besides the conversation. `variables` hold the special tokens by their names."""
+    """Jinja template, with its variables besides the conversation (special tokens by name)."""
 
     text: str
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_markers(self) -> bool:
-        """Whether the template marks what the assistant generates."""
+        """True if the template marks the assistant's text with `{% generation %}`."""
         return _MARKER.search(self.text) is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
-        """The conversation as text; with `prompt` the header of the assistant's next turn behind it.
+        """Render the conversation; `prompt` appends the header of the assistant's next turn.
 
         Raises:
-            Unusable: the template throws.
-            TokenizerError: it is no template.
+            Unusable: the template raises an exception.
+            TokenizerError: the template is not valid Jinja.
         """
         return self._render(messages, tools, prompt=prompt, marks=False)[0]
 
@@ -70,40 +72,43 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise _no_template(self.text, error) from error
-        except Exception as error:  # the template is a program that somebody else wrote
-            raise Unusable(f"the chat template throws: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a template is third-party code and may raise anything
+            raise Unusable(f"the chat template raises {type(error).__name__}: {error}") from error
         texts, spans = rendered
         return texts[0], (spans[0] if marks else [])
 
     def locate(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, wanted: Sequence[int], control_tokens: Sequence[str]
     ) -> tuple[str, list[Span]]:
-        """The rendered conversation, and where the turns of the indices `wanted` lie in it.
+        """Return the rendered conversation and the spans of the turns with indices `wanted`.
 
-        An assistant's turn begins behind the header that a prompt for it ends with; any other begins with its header. It ends
-        where the conversation up to it ends, or its marker does.
+        An assistant's turn begins after its header (the end of a generation prompt); any other
+        turn begins with its header. A turn ends where the conversation up to it ends, or at the
+        end of its marker.
 
         Args:
-            control_tokens: some templates write one more of them behind the last turn only; it is no part of earlier turns.
+            control_tokens: some templates add one after the last turn only; it is not part of
+                earlier turns.
 
         Raises:
-            Unusable: the template throws.
-            TokenizerError: the template gives no way to tell where a turn lies.
+            Unusable: the template raises an exception.
+            TokenizerError: the turns cannot be located with this template.
         """
-        assistants = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
-        marked = self.has_markers and set(wanted) <= set(assistants)
-        whole, marks = self._render(messages, tools, prompt=False, marks=marked)
-        if not marked:
-            return whole, [self._locate_turn(messages, tools, index, whole, control_tokens) for index in wanted]
-        if len(marks) != len(assistants):
+        assistant_indices = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+        use_markers = self.has_markers and set(wanted) <= set(assistant_indices)
+        conversation, marked_spans = self._render(messages, tools, prompt=False, marks=use_markers)
+        if not use_markers:
+            return conversation, [self._locate_turn(messages, tools, index, conversation, control_tokens) for index in wanted]
+        if len(marked_spans) != len(assistant_indices):
             raise TokenizerError(
-                "the chat template's generation markers are not one for each turn of the assistant",
+                "the chat template needs one generation marker for each turn of the assistant",
                 field="data.chat_template",
-                got=f"{len(marks)} markers for {len(assistants)} turns in {_shorten(whole)}",
-                remedy="Mend the template, or take the markers out: turns are then found by rendering",
+                got=f"{len(marked_spans)} markers for {len(assistant_indices)} turns in "
+                f"{_shorten(conversation)}",
+                remedy="Correct the template, or remove all its generation markers",
             )
-        by_turn = dict(zip(assistants, marks, strict=True))
-        return whole, [Span(*by_turn[index]) for index in wanted]
+        span_by_turn = dict(zip(assistant_indices, marked_spans, strict=True))
+        return conversation, [Span(*span_by_turn[index]) for index in wanted]
 
     def _locate_turn(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, index: int, whole: str, control_tokens: Sequence[str]
@@ -112,22 +117,23 @@ class ChatTemplate:
         through = whole if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
         if not whole.startswith(through):
             through = _without_final_tokens(through, whole, control_tokens)
-        for part, what in ((before, "before"), (through, "up to")):
+        for part, extent in ((before, "before"), (through, "up to")):
             if not whole.startswith(part):
                 raise TokenizerError(
-                    f"the chat template writes the conversation {what} turn {index + 1} otherwise once that is followed by more, "
-                    "so the turn cannot be found in it",
+                    f"the chat template renders the conversation {extent} turn {index + 1} "
+                    "differently when more turns follow, so the turn cannot be located",
                     field="data.chat_template",
                     got=_difference(whole, part),
-                    remedy="Mark the assistant's text with {% generation %} in the template, or set data.supervise: last",
+                    remedy="Mark the assistant's text with {% generation %} in the template, "
+                    "or set data.supervise: last",
                 )
         if len(through) <= len(before):
-            raise Unusable(f"the chat template leaves turn {index + 1} out")
+            raise Unusable(f"the chat template omits turn {index + 1}")
         return Span(len(before), len(through))
 
 
 def _without_final_tokens(through: str, whole: str, control_tokens: Sequence[str]) -> str:
-    """`through` less the control tokens at its end that `whole` does not go on with, as long as one remains."""
+    """Strip control tokens from the end of `through` until it is a prefix of `whole`."""
     shorter = through.rstrip()
     while token := next((token for token in control_tokens if shorter.endswith(token)), None):
         if whole.startswith(shorter):
@@ -137,9 +143,9 @@ def _without_final_tokens(through: str, whole: str, control_tokens: Sequence[str
 
 
 def _difference(whole: str, part: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
-    first = max(0, at - _SHOWN_CHARACTERS // 2)
-    last = at + _SHOWN_CHARACTERS // 2
+    position = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
+    first = max(0, position - _SHOWN_CHARACTERS // 2)
+    last = position + _SHOWN_CHARACTERS // 2
     return f"{whole[first:last]!r} where {part[first:last]!r} was expected"
 
 
@@ -151,10 +157,10 @@ def _shorten(text: str) -> str:
 def load_chat_template(
     folder: Path | None, given: str | None, variables: Mapping[str, Any], eos_token: str | None
 ) -> ChatTemplate | None:
-    """The template of the file `given`, else of the tokenizer's folder; None where there is none.
+    """Load the template from the file `given`, else from the tokenizer's folder, if it has one.
 
     Raises:
-        TokenizerError: a file that cannot be read, or several templates of which none is the default.
+        TokenizerError: a file cannot be read, or there are several templates without a default.
     """
     if given is not None:
         text: str | None = _read_file(Path(os.path.expanduser(given)))
@@ -169,13 +175,13 @@ def load_chat_template(
 
 
 def _no_template(text: str, error: Any) -> TokenizerError:
-    """What no record can be rendered with; what only some records make a template say is theirs."""
+    """Return the error for invalid Jinja, which affects all records."""
     line = "".join(text.splitlines()[error.lineno - 1 : error.lineno])
     return TokenizerError(
-        f"the chat template is no Jinja: {error.message}",
+        f"the chat template is not valid Jinja: {error.message}",
         field="data.chat_template",
         got=f"line {error.lineno}: {line.strip()[:_SHOWN_CHARACTERS]}",
-        remedy="Mend it, or name a file with another template there",
+        remedy="Correct the template, or set data.chat_template to a file with another one",
     )
 
 
@@ -183,30 +189,32 @@ def _read_file(path: Path) -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"the chat template cannot be read: {error}", field="data.chat_template", got=str(path)) from error
+        raise TokenizerError(
+            f"the template cannot be read: {error}", field="data.chat_template", got=str(path)
+        ) from error
 
 
 def _find_template(folder: Path) -> str | None:
-    """The template where transformers keeps it: a file of its own, before the tokenizer's configuration."""
+    """Return the template in chat_template.jinja, else that in tokenizer_config.json."""
     if (folder / "chat_template.jinja").is_file():
         return _read_file(folder / "chat_template.jinja")
-    found = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):
-        by_name = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        by_name = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         if not isinstance(by_name.get("default"), str):
             raise TokenizerError(
-                "the tokenizer has several chat templates, none of them the default",
+                "the tokenizer has several chat templates and none is named `default`",
                 field="data.chat_template",
                 got=", ".join(by_name),
-                remedy="Write one into a file and name it",
+                remedy="Save one of them to a file and set data.chat_template to its path",
             )
-        found = by_name["default"]
-    return found if isinstance(found, str) and found else None
+        template = by_name["default"]
+    return template if isinstance(template, str) and template else None
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
-    """Special tokens by name, as the tokenizer's folder has them: the configuration before the older map."""
-    found: dict[str, Any] = {}
+    """Read special tokens by name; tokenizer_config.json overrides special_tokens_map.json."""
+    special_tokens: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         content = _read_json(folder / name)
         for key in _TOKEN_KEYS:
@@ -214,8 +222,8 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
             if isinstance(token, dict):
                 token = token.get("content")
             if isinstance(token, str) and token:
-                found[key] = token
-    return found
+                special_tokens[key] = token
+    return special_tokens
 
 
 def _read_json(path: Path) -> dict[str, Any]:

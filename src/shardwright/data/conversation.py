@@ -1,8 +1,8 @@
-"""One conversation as people write them, brought to one form, or the reason why it is none.
+"""Conversations in several dialects, normalised to the form of transformers' chat templates.
 
-The form: `{"messages": [turn, ...], "tools": [...]}` with turns `{"role", "content", "reasoning_content", "tool_calls", "name",
-"tool_call_id", "loss_weight"}`, of which all but role and content are there only where they say something. It is what chat
-templates of transformers read.
+The form is `{"messages": [turn, ...], "tools": [...]}` with turns `{"role", "content",
+"reasoning_content", "tool_calls", "name", "tool_call_id", "loss_weight"}`. All keys except role
+and content are optional.
 """
 
 from __future__ import annotations
@@ -18,38 +18,41 @@ ROLE_OF = {
     "developer": "developer",
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
 }
-ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MOST_WEIGHT = 1000
-"""Of a turn's loss: more is a slip, and would leave nothing to learn of the others."""
+"""Maximum loss weight of a turn; a larger one is a mistake and would outweigh all other
+turns."""
 _TEXT_KEYS = ("text", "value", "content")
 
 
 class Unusable(Exception):
-    """Why a record is set aside."""
+    """Raised for a record that is skipped; the message is the reason."""
 
 
 def read_conversation(turns: Any, tools: Any = None, system: Any = None) -> dict[str, Any]:
-    """The conversation in one form.
+    """Normalise a conversation.
 
     Raises:
-        Unusable: empty turns, unknown roles or roles out of order, tool calls without their fields, content that is not text, loss
-            weights that are none.
+        Unusable: empty turns, unknown roles or roles out of order, tool calls without their
+            fields, content that is not text, invalid loss weights.
     """
     if isinstance(turns, str):
         turns = _parse(turns, "the conversation")
     if not isinstance(turns, list) or not turns:
-        raise Unusable("the conversation has no turns" if turns in ([], None, "") else "the conversation is not a list of turns")
+        problem = "has no turns" if turns in ([], None, "") else "is not a list of turns"
+        raise Unusable(f"the conversation {problem}")
     messages = [_read_turn(turn, number) for number, turn in enumerate(turns, start=1)]
     if system is not None and str(system).strip():
         if messages[0]["role"] == "system":
-            raise Unusable("a system prompt both beside the conversation and in it")
+            raise Unusable("there are two system prompts, in the conversation and in a column")
         messages.insert(0, {"role": "system", "content": _text(system, "the system prompt")})
     _check_order(messages)
-    found: dict[str, Any] = {"messages": messages}
-    if read := _read_tools(tools):
-        found["tools"] = read
-    return found
+    conversation: dict[str, Any] = {"messages": messages}
+    if tool_list := _read_tools(tools):
+        conversation["tools"] = tool_list
+    return conversation
 
 
 def _read_turn(turn: Any, number: int) -> dict[str, Any]:
@@ -60,11 +63,12 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
     if role is None:
         raise Unusable(f"{where} has no role; it has {', '.join(map(repr, list(turn)[:6]))}")
     if role not in ROLE_OF:
-        raise Unusable(f"{where} has the role {role!r}, which is not known")
+        raise Unusable(f"{where} has the unknown role {role!r}")
     message: dict[str, Any] = {"role": ROLE_OF[role], "content": _text(_first(turn, CONTENT_KEYS), where)}
     calls = _read_calls(turn.get("tool_calls"), where)
     if role == "function_call":
-        calls, message["content"] = _read_calls(_parse(message["content"], f"the tool call of {where}"), where), ""
+        calls = _read_calls(_parse(message["content"], f"the tool call of {where}"), where)
+        message["content"] = ""
     if calls:
         message["tool_calls"] = calls
     reasoning = _first(turn, REASONING_KEYS)
@@ -76,7 +80,7 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
     if not message["content"].strip() and not calls:
         raise Unusable(f"{where} ({role}) is empty")
     if calls and message["role"] != "assistant":
-        raise Unusable(f"{where} ({role}) calls a tool; only the assistant does")
+        raise Unusable(f"{where} ({role}) calls a tool; only the assistant may")
     weight = turn.get("loss_weight", turn.get("weight"))
     if weight is not None:
         message["loss_weight"] = _read_weight(weight, where)
@@ -88,7 +92,7 @@ def _first(turn: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def _text(content: Any, where: str) -> str:
-    """Text of a turn: a string, or a list of parts that are all text. None is empty: a turn of tool calls has none."""
+    """Return the text of a turn: a string, a list of text parts, or None (tool calls only)."""
     if content is None:
         return ""
     if isinstance(content, dict):
@@ -96,11 +100,11 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, list):
         return "".join(_text_of_part(part, where) for part in content)
     if not isinstance(content, str):
-        raise Unusable(f"{where} holds no text but {type(content).__name__}")
+        raise Unusable(f"{where} has content of type {type(content).__name__}, not text")
     try:
         content.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise Unusable(f"{where} holds half a surrogate pair") from error
+        raise Unusable(f"{where} contains an unpaired surrogate") from error
     return content
 
 
@@ -109,7 +113,7 @@ def _text_of_part(part: Any, where: str) -> str:
         return _text(part, where)
     if not isinstance(part, dict) or part.get("type", "text") != "text":
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise Unusable(f"{where} has a part of type {kind!r}; only text is read")
+        raise Unusable(f"{where} has a part of type {kind!r}; only text is supported")
     text = next((part[key] for key in _TEXT_KEYS if part.get(key) is not None), None)
     if not isinstance(text, str):
         raise Unusable(f"{where} has a part of type 'text' without text")
@@ -117,9 +121,13 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def _read_weight(weight: Any, where: str) -> float | int:
-    """0 and 1 as whole numbers, so that a record is the same record however it spells them."""
-    if not isinstance(weight, int | float) or not math.isfinite(weight) or not 0 <= weight <= MOST_WEIGHT:
-        raise Unusable(f"{where} has the loss weight {weight!r}; it is a number from 0 (not learnt) to {MOST_WEIGHT}")
+    """Return a loss weight; 0.0 and 1.0 become integers, so equal records have equal hashes."""
+    is_number = isinstance(weight, int | float) and math.isfinite(weight)
+    if not is_number or not 0 <= weight <= MOST_WEIGHT:
+        raise Unusable(
+            f"{where} has the loss weight {weight!r}; "
+            f"allowed is a number from 0 (not supervised) to {MOST_WEIGHT}"
+        )
     return int(weight) if weight in (0, 1) else float(weight)
 
 
@@ -143,14 +151,18 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise Unusable(f"the tool call {function['name']!r} of {where} has no arguments")
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        arguments = _parse(arguments, f"the arguments of the tool call {function['name']!r} of {where}")
+        name = function["name"]
+        arguments = _parse(arguments, f"the arguments of the tool call {name!r} of {where}")
     if not isinstance(arguments, dict):
-        raise Unusable(f"the arguments of the tool call {function['name']!r} of {where} are no object")
-    arguments = {key: value for key, value in arguments.items() if value is not None}  # columns fill up with nulls
-    found: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        raise Unusable(
+            f"the arguments of the tool call {function['name']!r} of {where} are not an object"
+        )
+    # Columnar files fill absent arguments with nulls.
+    arguments = {key: value for key, value in arguments.items() if value is not None}
+    result: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call, dict) and call.get("id") is not None:
-        found["id"] = str(call["id"])
-    return found
+        result["id"] = str(call["id"])
+    return result
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]]:
@@ -161,15 +173,15 @@ def _read_tools(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unusable("the tools are not a list of descriptions")
     for tool in tools:
-        described = tool.get("function", tool)
-        if not isinstance(described, dict) or not isinstance(described.get("name"), str):
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unusable("a tool has no name")
     return tools
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:
-    """System first if at all; then the user and the assistant in turns, with tools answering calls between."""
-    before = None
+    """Check that user and assistant alternate, with optional system prompt and tool results."""
+    previous_role = None
     for number, message in enumerate(messages, start=1):
         role = message["role"]
         allowed = {
@@ -177,15 +189,20 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             "system": ("user",),
             "developer": ("user",),
             "user": ("assistant",),
-            "assistant": ("tool", "user") if before is not None and "tool_calls" in messages[number - 2] else ("user",),
+            "assistant": ("tool", "user") if previous_role is not None and "tool_calls" in messages[number - 2] else ("user",),
             "tool": ("tool", "assistant"),
-        }[before]
+        }[previous_role]
         if role not in allowed:
-            behind = f"behind {before!r}" if before else "first"
-            raise Unusable(f"roles out of order: turn {number} is {role!r} {behind}, where {' or '.join(allowed)} belongs")
-        before = role
-    if before != "assistant":
-        raise Unusable(f"roles out of order: the last turn is {before!r}; the assistant has the last word")
+            place = f"after {previous_role!r}" if previous_role else "at the beginning"
+            raise Unusable(
+                f"roles out of order: turn {number} is {role!r} {place}; "
+                f"expected {' or '.join(allowed)}"
+            )
+        previous_role = role
+    if previous_role != "assistant":
+        raise Unusable(
+            f"roles out of order: the last turn is {previous_role!r}, not 'assistant'"
+        )
 
 
 def _parse(text: str, what: str) -> Any:

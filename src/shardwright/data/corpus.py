@@ -1,10 +1,12 @@
-"""Which documents are learnt from and which are held out, such that nothing held out is ever learnt from.
+"""Split of the sources into training and validation documents without overlap.
 
-A first pass over the sources weighs every record (its length, a hash of its text, whether it can be read at all) and says
-on which side it falls; later passes read the text of one side. Per record 18 bytes are held, never the text.
+A first pass over the sources scans every record (its length, a hash of its text, whether it can
+be read) and assigns it to a side; later passes read the text of one side. The scan keeps 18
+bytes per record, never the text.
 
-Two documents are the same when their text is. A duplicate follows its original to its side of a split by `documents`; under
-`tail`, and with validation sources of their own, held-out documents that are also learnt from are dropped and counted.
+Two documents are equal if their text is. Under a split by `documents`, copies are on the same
+side. Under `tail`, and with separate validation sources, validation documents that are also in
+the training data are dropped and counted.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ Side = Literal["train", "validation"]
 SET_ASIDE, TRAIN, VALIDATION, DUPLICATE = range(4)
 _CODE: dict[Side, int] = {"train": TRAIN, "validation": VALIDATION}
 NUM_BROKEN_KEPT = 200
-"""Broken records that are kept by file and line; beyond these they are counted only."""
+"""Maximum number of broken records listed with file and line; further ones are only counted."""
 
 Read = Callable[[int], None]
-"""Told the characters read so far."""
+"""Callback that receives the number of characters read so far."""
 
 
 class Records(NamedTuple):
-    """How many records there are and which could not be read. Empty files are counted apart: nothing is lost with them."""
+    """Counts of records and broken records. Empty files are not broken: they lose no text."""
 
     num_records: int
     num_broken: int
@@ -42,39 +44,52 @@ class Records(NamedTuple):
 
     @property
     def broken_fraction(self) -> float:
-        """Share of records that could not be read."""
+        """Fraction of records that could not be read."""
         return self.num_broken / max(1, self.num_records)
 
     def with_broken(self, more: Sequence[Broken]) -> Records:
-        """These with records that were found broken later, when they were encoded."""
-        kept = (self.broken + tuple(more))[:NUM_BROKEN_KEPT]
-        return self._replace(num_broken=self.num_broken + len(more), broken=kept)
+        """Return a copy that includes records that turned out broken when they were encoded."""
+        listed = (self.broken + tuple(more))[:NUM_BROKEN_KEPT]
+        return self._replace(num_broken=self.num_broken + len(more), broken=listed)
 
     def check(self, max_broken_fraction: float, field: str) -> None:
-        """Raises DataError when more records are broken than the recipe allows; names the first few."""
+        """Check that no more records are broken than the recipe allows.
+
+        Raises:
+            DataError: too many are broken; names the first few.
+        """
         if self.broken_fraction <= max_broken_fraction:
             return
         first = "; ".join(f"{item.file}:{item.line} {item.reason}" for item in self.broken[:4])
-        lines = self.num_broken == self.num_records > 1 and self.broken[0].reason.startswith("not JSON")
+        is_other_json = self.num_broken == self.num_records > 1 and self.broken[0].reason.startswith("not JSON")
         more = f"; and {self.num_broken - 4} more" if self.num_broken > 4 else ""
+        if self.broken[0].reason.startswith("no field"):
+            remedy = (
+                "A source contains records of one kind: set its `text_field`, or `records` and "
+                "`columns`, and list records of another kind as a separate source"
+            )
+        else:
+            remedy = "Correct the records, or raise data.max_broken_fraction to skip them"
+            if is_other_json:
+                remedy = (
+                    "JSON lines have one record per line; name other JSON files .json. "
+                    + remedy
+                )
         raise DataError(
             f"too many records cannot be read: {first}{more}",
             field=field,
             got=f"{self.num_broken} of {self.num_records} broken, {self.broken_fraction:.1%}",
             allowed=f"{max_broken_fraction:.1%}, data.max_broken_fraction",
-            remedy="A source holds records of one kind: say in its text_field, or its `records` and `columns`, which columns hold "
-            "what, and give records of another kind a source of their own"
-            if self.broken[0].reason.startswith("no field")
-            else ("One line of JSON lines is one record; name files of another form .json. " if lines else "")
-            + "Mend them, or raise data.max_broken_fraction to set them aside",
+            remedy=remedy,
         )
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """What the first pass learns of one list of files. `characters` is 0 for a record that is set aside.
+    """Result of the first pass over a list of files, one array element per record.
 
-    `indivisible`: whether a record is no plain text, which a split must not cut in two.
+    `characters` is 0 for a skipped record. `indivisible` is True for records other than plain
+    text, which a split must not divide.
     """
 
     files: tuple[SourceFile, ...]
@@ -88,7 +103,8 @@ class Weighed:
 class Corpus:
     """Records of training and validation sources with the side of each.
 
-    `cut`: under `tail`, the record that lies on both sides and how many of its characters are learnt from.
+    `cut`: under `tail`, the record that lies on both sides and how many of its characters are
+    in the training data.
     """
 
     training: Weighed
@@ -99,12 +115,12 @@ class Corpus:
 
     @property
     def num_duplicates_dropped(self) -> int:
-        """Held-out documents dropped because they are learnt from."""
+        """Number of validation documents dropped because they are also in the training data."""
         sides = self.training_sides if self.validation_sides is None else self.validation_sides
         return int(np.count_nonzero(sides == DUPLICATE))
 
     def characters(self, side: Side) -> int:
-        """Characters on a side."""
+        """Return the number of characters on a side."""
         if side == "validation" and self.validation is not None and self.validation_sides is not None:
             return int(self.validation.characters[self.validation_sides == VALIDATION].sum())
         total = int(self.training.characters[self.training_sides == _CODE[side]].sum())
@@ -117,7 +133,7 @@ class Corpus:
         return total
 
     def pieces(self, side: Side) -> Iterator[Piece]:
-        """The text of one side, in the order of the sources."""
+        """Yield the text of one side, in the order of the sources."""
         if side == "validation" and self.validation is not None:
             assert self.validation_sides is not None
             yield from _select(self.validation, self.validation_sides, VALIDATION)
@@ -128,36 +144,42 @@ class Corpus:
 
     def _pieces_of_cut(self, side: Side) -> Iterator[Piece]:
         assert self.cut is not None
-        cut_record, head = self.cut
-        wanted = self.training_sides == _CODE[side]
+        split_record, head = self.cut
+        is_selected = self.training_sides == _CODE[side]
         if side == "train":
-            wanted[cut_record] = True
-        seen = 0
-        for piece in _select(self.training, wanted, True):
-            if piece.record != cut_record:
+            is_selected[split_record] = True
+        num_seen = 0
+        for piece in _select(self.training, is_selected, True):
+            if piece.record != split_record:
                 yield piece
                 continue
-            first, seen = seen, seen + len(piece.text)
+            first = num_seen
+            num_seen += len(piece.text)
             if side == "train" and first < head:
                 yield piece._replace(text=piece.text[: head - first], ends=False)
-            elif side == "validation" and seen > head:
+            elif side == "validation" and num_seen > head:
                 yield piece._replace(text=piece.text[max(0, head - first) :], begins=False)
 
 
 def _select(weighed: Weighed, sides: npt.NDArray[np.generic], wanted: int) -> Iterator[Piece]:
     for item in read_files(weighed.files):
         if item.record >= len(sides):
-            raise DataError("the sources changed while they were read", got=f"a record {item.record + 1} of {len(sides)}")
+            raise DataError(
+                "the sources changed while they were read",
+                got=f"record {item.record + 1} of {len(sides)}",
+            )
         if isinstance(item, Piece) and sides[item.record] == wanted:
             yield item
 
 
 def weigh(files: Sequence[SourceFile], on_read: Read) -> Weighed:
-    """The first pass over `files`."""
-    digests, characters, indivisible = array("Q"), array("q"), array("b")
+    """Scan every record of `files`: the first pass."""
+    digests = array("Q")
+    characters = array("q")
+    indivisible = array("b")
     broken: list[Broken] = []
-    num_broken = num_empty = num_read = 0
-    digest, length = hashlib.blake2b(digest_size=8), 0
+    num_broken = num_empty = num_read = length = 0
+    digest = hashlib.blake2b(digest_size=8)
     for item in read_files(files):
         if isinstance(item, Broken):
             if item.harmless:
@@ -166,7 +188,8 @@ def weigh(files: Sequence[SourceFile], on_read: Read) -> Weighed:
                 num_broken += 1
                 if len(broken) < NUM_BROKEN_KEPT:
                     broken.append(item)
-            digest, length = hashlib.blake2b(digest_size=8), 0
+            digest = hashlib.blake2b(digest_size=8)
+            length = 0
             digests.append(0)
             characters.append(0)
             indivisible.append(0)
@@ -179,7 +202,8 @@ def weigh(files: Sequence[SourceFile], on_read: Read) -> Weighed:
             indivisible.append(item.canonical != "text")
             num_read += length
             on_read(num_read)
-            digest, length = hashlib.blake2b(digest_size=8), 0
+            digest = hashlib.blake2b(digest_size=8)
+            length = 0
     return Weighed(
         tuple(files),
         np.frombuffer(digests, dtype=np.uint64),
@@ -190,18 +214,18 @@ def weigh(files: Sequence[SourceFile], on_read: Read) -> Weighed:
 
 
 def divide(training: Weighed, validation: Weighed | None, section: DataSection) -> Corpus:
-    """Decide the side of every record.
+    """Assign every record to a side.
 
     Raises:
-        DataError: nothing to learn from, or a split that leaves a side empty.
+        DataError: nothing to train on, or a split that leaves a side empty.
     """
     sides = np.where(training.characters > 0, TRAIN, SET_ASIDE).astype(np.uint8)
     if not np.any(sides == TRAIN):
         raise DataError(
-            "the training sources hold no text",
+            "the training sources contain no text",
             field="data.sources",
-            got=f"{len(training.files)} files, {training.records.num_empty_files} of them empty, and "
-            f"{training.records.num_broken} broken records",
+            got=f"{len(training.files)} files, {training.records.num_empty_files} of them "
+            f"empty, and {training.records.num_broken} broken records",
         )
     if validation is not None:
         held_out = np.where(validation.characters > 0, VALIDATION, SET_ASIDE).astype(np.uint8)
@@ -209,11 +233,13 @@ def divide(training: Weighed, validation: Weighed | None, section: DataSection) 
         if not np.any(held_out == VALIDATION):
             num_dropped = int(np.count_nonzero(held_out == DUPLICATE))
             raise DataError(
-                "the validation sources hold no text that is not also learnt from",
+                "all text of the validation sources is also in the training sources",
                 field="data.validation",
-                got=f"{validation.records.num_records} records, {validation.records.num_broken} of them broken and "
+                got=f"{validation.records.num_records} records, "
+                f"{validation.records.num_broken} of them broken and "
                 f"{num_dropped} also in data.sources",
-                remedy="Give other text, or leave data.validation out and set data.validation_fraction",
+                remedy="Use other text, or remove data.validation and set "
+                "data.validation_fraction",
             )
         return Corpus(training, validation, sides, held_out, None)
     if section.validation_fraction == 0.0:
@@ -224,10 +250,11 @@ def divide(training: Weighed, validation: Weighed | None, section: DataSection) 
 
 
 def _by_documents(digests: npt.NDArray[np.uint64], sides: npt.NDArray[np.uint8], fraction: float) -> npt.NDArray[np.uint8]:
-    """A document is held out when its hash lies in the lowest `fraction` of hashes, whatever else the corpus holds.
+    """Hold out documents whose hash is in the lowest `fraction` of all possible hashes.
 
-    So documents keep their sides as a corpus grows. On corpora of a few documents a side may come out empty: then it gets
-    the one document whose hash is nearest.
+    The side of a document does not depend on the rest of the corpus, so it stays the same as a
+    corpus grows. If a side would be empty (few documents), it gets the document with the
+    nearest hash.
     """
     present = digests[sides == TRAIN]
     distinct = np.unique(present)
@@ -246,7 +273,7 @@ def _by_documents(digests: npt.NDArray[np.uint64], sides: npt.NDArray[np.uint8],
 
 
 def _by_tail(training: Weighed, sides: npt.NDArray[np.uint8], fraction: float) -> Corpus:
-    """The last characters of the sources are held out; the document in which the boundary lies is cut in two."""
+    """Hold out the last characters of the sources; split the document at the boundary."""
     ends = np.cumsum(training.characters)
     total = int(ends[-1])
     boundary = int(total * (1.0 - fraction))
@@ -255,34 +282,35 @@ def _by_tail(training: Weighed, sides: npt.NDArray[np.uint8], fraction: float) -
             "the split leaves one side empty",
             field="data.validation_fraction",
             got=fraction,
-            allowed=f"shares of {total} characters",
+            allowed=f"a fraction of {total} characters that leaves both sides at least one",
         )
     result = sides.copy()
-    at = int(np.searchsorted(ends, boundary, side="right"))  # first record that reaches beyond the boundary
-    result[at:][result[at:] == TRAIN] = VALIDATION
-    head = boundary - int(ends[at] - training.characters[at])
-    if training.indivisible[at]:
-        head = 0  # held out whole
+    # First record that reaches beyond the boundary.
+    boundary_record = int(np.searchsorted(ends, boundary, side="right"))
+    result[boundary_record:][result[boundary_record:] == TRAIN] = VALIDATION
+    head = boundary - int(ends[boundary_record] - training.characters[boundary_record])
+    if training.indivisible[boundary_record]:
+        head = 0  # the whole record is held out
     if not head and not np.any(result == TRAIN):
         raise DataError(
-            "the split leaves nothing to learn from",
+            "the split leaves nothing to train on",
             field="data.validation_fraction",
             got=fraction,
-            remedy="Hold out less: the first record is larger than what remains",
+            remedy="Reduce the fraction: the first record exceeds the training share",
         )
-    learnt = training.digests[(result == TRAIN)]
+    train_digests = training.digests[(result == TRAIN)]
     if head:
-        learnt = np.append(learnt, training.digests[at])
-    repeats = (result == VALIDATION) & np.isin(training.digests, learnt)
+        train_digests = np.append(train_digests, training.digests[boundary_record])
+    repeats = (result == VALIDATION) & np.isin(training.digests, train_digests)
     if head:
-        # The cut document is on both sides by design, unless a whole copy of it is learnt from.
-        repeats[at] = bool(np.isin(training.digests[at], training.digests[result == TRAIN]))
+        # By design the split document is on both sides, unless training has a whole copy.
+        repeats[boundary_record] = bool(np.isin(training.digests[boundary_record], training.digests[result == TRAIN]))
     result[repeats] = DUPLICATE
     if not np.any(result == VALIDATION):
         raise DataError(
-            "everything in the tail is also learnt from",
+            "everything in the tail is also in the training data",
             field="data.validation_split",
-            got=f"{int(np.count_nonzero(repeats))} documents, all copies of documents before them",
+            got=f"{int(np.count_nonzero(repeats))} documents, all copies of earlier documents",
             remedy="Set data.validation_split: documents, which keeps copies on one side",
         )
-    return Corpus(training, None, result, None, (at, head) if head else None)
+    return Corpus(training, None, result, None, (boundary_record, head) if head else None)

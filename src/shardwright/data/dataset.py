@@ -1,4 +1,4 @@
-"""Tokens on disk seen as samples of fixed length.
+"""Samples of fixed length from tokens on disk.
 
 Shapes: T tokens of a sample (training.sequence_length), N tokens of a stream.
 """
@@ -19,11 +19,12 @@ TokenArray = npt.NDArray[np.unsignedinteger]
 
 
 class Sample(NamedTuple):
-    """One sequence. `labels[t]` is the target for position t: already shifted, IGNORED_LABEL where nothing is supervised.
+    """One sequence. `labels[t]` is the target of position t (shifted) or IGNORED_LABEL.
 
-    `num_free` positions at the end hold nothing; they supervise nothing, and what comes before does not see them.
+    The last `num_free` positions are padding: unsupervised, and invisible to earlier positions.
 
-    `weights[t]` is what the loss of label t weighs; None is 1. A dataset gives weights for all of its samples or for none.
+    `weights[t]` is the loss weight of label t; None means 1. A dataset has weights for all of
+    its samples or for none.
     """
 
     input_ids: Int64Array
@@ -35,11 +36,11 @@ class Sample(NamedTuple):
 
 
 class TokenDataset(Protocol):
-    """Samples by index. `epoch` chooses among equivalent ways to cut the same tokens, where the dataset has several."""
+    """Samples by index. `epoch` selects one of several divisions of the same tokens."""
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
         ...
 
     @property
@@ -49,30 +50,31 @@ class TokenDataset(Protocol):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether samples differ much in length, so that it is worth asking for it."""
+        """True if sample lengths differ so much that sorting samples by length pays."""
         ...
 
     def __len__(self) -> int: ...
 
     def num_used(self, index: int, epoch: int = 0) -> int:
-        """Positions of sample `index` that hold something."""
+        """Return the number of positions of sample `index` that are not padding."""
         ...
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
-        """Sample `index` as it is cut in `epoch`."""
+        """Return sample `index` of `epoch`."""
         ...
 
 
 @dataclass(frozen=True)
 class WindowDataset:
-    """A stream of N tokens cut into windows of T inputs and T labels; neighbours overlap by one token.
+    """Stream of N tokens in windows of T inputs and T labels that overlap by one token.
 
-    For training (`whole=False`) the cut starts at another offset in every epoch, 0 to T - 1, a function of seed and epoch
-    only: on a small corpus the same token is then seen in many contexts. So that every epoch has equally many windows,
-    one window's worth of tokens at the ends is left out of each epoch (a different one each time).
+    For training (`whole=False`) the first window of every epoch starts at another offset, 0 to
+    T - 1, a function of seed and epoch only, so that a small corpus shows each token in many
+    contexts. To give every epoch the same number of windows, each epoch leaves out one window
+    of tokens at the ends of the stream, a different one each time.
 
-    For evaluation (`whole=True`) the cut starts at 0 and a last, short window is filled up with unsupervised tokens:
-    every token but the first is predicted exactly once.
+    For evaluation (`whole=True`) the offset is 0 and the last, short window is padded with
+    unsupervised tokens: every token but the first is predicted exactly once.
     """
 
     tokens: TokenArray
@@ -81,40 +83,42 @@ class WindowDataset:
     whole: bool = False
 
     def __len__(self) -> int:
-        num_tokens, length = len(self.tokens), self.sequence_length
+        num_tokens = len(self.tokens)
+        length = self.sequence_length
         if self.whole:
             return -((1 - num_tokens) // length)
         return 0 if num_tokens < length + 1 else max(1, (num_tokens - length) // length)
 
     @property
     def num_supervised(self) -> int:
-        """Tokens predicted in one pass."""
+        """Tokens predicted in one pass over all windows."""
         return max(0, len(self.tokens) - 1) if self.whole else len(self) * self.sequence_length
 
     @property
     def is_uneven(self) -> bool:
-        """No: a window is full, but for the last of all."""
+        """Always False: all windows but the last are full."""
         return False
 
     def num_used(self, index: int, epoch: int = 0) -> int:
-        """Positions of window `index` that hold text."""
+        """Return the number of positions of window `index` that are not padding."""
         return min(self.sequence_length, len(self.tokens) - 1 - self.offset(epoch) - index * self.sequence_length)
 
     def offset(self, epoch: int) -> int:
-        """First token of the first window of an epoch."""
+        """Return the index of the first token of the first window of an epoch."""
         if self.whole:
             return 0
-        choices = min(self.sequence_length, len(self.tokens) - len(self) * self.sequence_length)
-        return mix(mix(self.seed) ^ mix(epoch)) % choices
+        num_offsets = min(self.sequence_length, len(self.tokens) - len(self) * self.sequence_length)
+        return mix(mix(self.seed) ^ mix(epoch)) % num_offsets
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
-        """Window `index` of an epoch."""
+        """Return window `index` of an epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         length = self.sequence_length
         start = self.offset(epoch) + index * length
         window = np.asarray(self.tokens[start : start + length + 1], dtype=np.int64)
-        inputs, labels = window[:-1], window[1:]
+        inputs = window[:-1]
+        labels = window[1:]
         if missing := length - len(inputs):
             inputs = np.pad(inputs, (0, missing))
             labels = np.pad(labels, (0, missing), constant_values=IGNORED_LABEL)

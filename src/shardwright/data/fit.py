@@ -1,4 +1,4 @@
-"""A recipe's model and its data, held against each other. No torch."""
+"""Model shape and data of a recipe, checked for compatibility. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from shardwright.config.schema import Recipe
 from shardwright.data.prepare import Prepared, Progress, prepare
 
 _ANY_VOCABULARY = 1 << 20
-"""Stands in for the tokenizer's size while there is no tokenizer: more ids than any has."""
+"""Vocabulary size used before the tokenizer is known; larger than that of any tokenizer."""
 
 
 ReadShape = Callable[[Mapping[str, Any] | str], ModelShape]
-"""A config.json's content, or the folder that holds it -> the model."""
+"""Function from the content of a config.json, or its folder, to the model's shape."""
 
 
 def prepare_for_model(
     recipe: Recipe, read: ReadShape = read_config, *, progress: Progress | None = None
 ) -> tuple[ModelShape, Prepared]:
-    """The model's shape, with its adapters, and the data that fits it; an inline config without `vocab_size` takes the tokenizer's.
+    """Return the model's shape with adapters, and its prepared data.
+
+    An inline config without `vocab_size` takes the tokenizer's vocabulary size.
 
     Args:
-        read: `read_config` knows our own decoder's families only.
+        read: reads the model's config; `read_config` supports the families of our own decoder
+            only.
 
     Raises:
-        InputError: the model is refused, the sequence is longer than its positions, a token id does not fit its vocabulary, or
-            the data cannot be prepared. What needs no data is found before any is read.
+        InputError: unsupported model, sequence longer than the model's positions, token id
+            outside its vocabulary, or data that cannot be prepared. Checks that need no data
+            come first.
     """
     config = recipe.model.config if recipe.model.config is not None else recipe.model.path
-    assert config is not None  # the schema demands one of them
+    assert config is not None  # the schema requires one of them
     if isinstance(config, dict) and "vocab_size" not in config:
         _read(recipe, {**config, "vocab_size": _ANY_VOCABULARY}, read)
         data = prepare(recipe, None, progress=progress)

@@ -1,7 +1,8 @@
-"""Which files the sources of a recipe name: paths, folders below them, and what Hugging Face `datasets` saved.
+"""Files of a recipe's sources: files, folders and datasets saved by Hugging Face `datasets`.
 
-A path that is named must lead to a regular file or a folder. In a folder FIFOs, sockets and devices are passed over with a
-warning, as reading them may never end; a link that leads nowhere is an error, as what it stands for would be missed.
+The path of a source must be a regular file or a folder. In a folder FIFOs, sockets and devices
+are skipped with a warning, because reading them may never end; a broken link is an error,
+because its target would be missing from the data.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ FORMAT_OF_SUFFIX = {
     ".arrow": "arrow",
 }
 NOT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What Hugging Face `datasets` writes beside the records."""
+"""Metadata files that Hugging Face `datasets` writes next to the records."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 NOT_TEXT = {
-    **dict.fromkeys((".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and name the folder"),
-    **dict.fromkeys((".csv", ".tsv"), "convert it to JSON lines, or say `format: text` to learn the file as it stands"),
+    **dict.fromkeys(
+        (".xz", ".bz2", ".lz4", ".br"), "decompress it, or compress it with gzip or zstd"
+    ),
+    **dict.fromkeys(
+        (".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it and use the folder as the path"
+    ),
+    **dict.fromkeys(
+        (".csv", ".tsv"), "convert it to JSON lines, or read it as plain text by `format: text`"
+    ),
     **dict.fromkeys((".feather", ".orc", ".avro"), "convert it to Parquet"),
     **dict.fromkeys(
         (".npy", ".npz", ".bin", ".pt", ".pkl", ".safetensors", ".pdf", ".docx", ".pyc", ".so"), "extract its text first"
@@ -48,10 +55,12 @@ NOT_TEXT = {
 
 
 def list_files(sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
-    """The files of `sources`, folders recursively in name order. `field` is where the recipe names them.
+    """List the files of `sources`, folders recursively in name order.
+
+    `field` is the recipe's field, for errors.
 
     Raises:
-        DataError: a path that is not there, a format that is not read, a folder in which nothing matches.
+        DataError: a path that does not exist, an unsupported format, a folder without a match.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -60,26 +69,39 @@ def list_files(sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
         kind = _kind_of(path, where)
         if kind == "folder":
             saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-            found = (_list_datasets_folder if saved else _list_folder)(source, path, where)
+            source_files = (_list_datasets_folder if saved else _list_folder)(source, path, where)
         elif kind == "regular file":
             if source.glob or source.exclude:
-                raise DataError("`glob` and `exclude` choose files of a folder; this is a file", field=where, got=source.path)
-            found = [_as_file(source, path, path.name, where)]
+                raise DataError(
+                    "`glob` and `exclude` apply to folders, but the path is a file",
+                    field=where,
+                    got=source.path,
+                )
+            source_files = [_as_file(source, path, path.name, where)]
         elif kind == "absent":
-            raise DataError("no such file or folder", field=where, got=source.path, remedy=f"Looked from {Path.cwd()}")
+            raise DataError(
+                "no such file or folder",
+                field=where,
+                got=source.path,
+                remedy=f"Relative paths start at {Path.cwd()}",
+            )
         else:
             raise DataError(
-                f"this is a {kind}",
+                f"the path is a {kind}",
                 field=where,
                 got=source.path,
                 allowed="a regular file or a folder: sources are read more than once",
-                remedy="Write what comes from it into a file, and name that",
+                remedy="Write its content to a regular file and use that",
             )
-        again = {file.path.resolve() for file in found} & {file.path.resolve() for file in files}
-        if again:
-            message = "%s: %d of its files belong to a source before it, too, and are learnt twice: %s"
-            log.warning(message, where, len(again), min(again))
-        files += [replace(file, source=number) for file in found]
+        repeated = {file.path.resolve() for file in source_files} & {file.path.resolve() for file in files}
+        if repeated:
+            log.warning(
+                "%s: %d of its files also belong to an earlier source and are used twice: %s",
+                where,
+                len(repeated),
+                min(repeated),
+            )
+        files += [replace(file, source=number) for file in source_files]
     return tuple(files)
 
 
@@ -91,18 +113,22 @@ def _kind_of(path: Path, where: str) -> FileKind:
 
 
 def _list_datasets_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
-    """What `datasets.save_to_disk` wrote: its state names the Arrow files in their order."""
+    """List the Arrow files of a folder written by `datasets.save_to_disk`, in order."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise DataError(
-            "this folder holds several splits",
+            "the folder contains several splits",
             field=where,
             got=source.path,
             allowed=", ".join(str(Path(source.path) / split) for split in splits),
-            remedy="Name one of them",
+            remedy="Use the path of one of them",
         )
     if source.glob or source.exclude:
-        raise DataError("`glob` and `exclude` do not apply to a folder of Hugging Face datasets", field=where, got=source.path)
+        raise DataError(
+            "`glob` and `exclude` do not apply to a folder of Hugging Face datasets",
+            field=where,
+            got=source.path,
+        )
     try:
         state = json.loads(read_text(folder / "state.json"))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
@@ -110,13 +136,15 @@ def _list_datasets_folder(source: Source, folder: Path, where: str) -> list[Sour
         raise DataError(f"state.json cannot be read: {error}", field=where, got=source.path) from error
     if state.get("_indices_data_files"):
         raise DataError(
-            "the rows are chosen by an index file, which is not read",
+            "the dataset selects rows by an index file, which is not supported",
             field=where,
             got=source.path,
-            remedy="Save the dataset again: save_to_disk of datasets 2.9 and later writes the chosen rows",
+            remedy="Save the dataset again with datasets 2.9 or later, which writes those rows",
         )
     if absent := [name for name in names if _kind_of(folder / name, where) != "regular file"]:
-        raise DataError("a file that state.json names is not there", field=where, got=ascii(absent[0])[1:-1])
+        raise DataError(
+            "state.json lists a file that does not exist", field=where, got=ascii(absent[0])[1:-1]
+        )
     return [_as_file(source, folder / name, name, where) for name in names]
 
 
@@ -124,45 +152,59 @@ def _list_folder(source: Source, folder: Path, where: str) -> list[SourceFile]:
     def stop(error: OSError) -> None:
         raise DataError(f"a folder cannot be listed: {error.strerror}", field=where, got=error.filename)
 
-    files, passed_over = [], Counter[str]()
+    files: list[SourceFile] = []
+    skipped = Counter[str]()
     irregular: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=stop):
         relative = Path(parent).relative_to(folder)
         folders[:] = [name for name in folders if not name.startswith(".") and not _excluded(source, relative / name)]
         irregular += [f"{relative / name} (a link to a folder)" for name in folders if (Path(parent) / name).is_symlink()]
         for name in names:
-            below = relative / name
-            if name.startswith(".") or _excluded(source, below):
+            relative_path = relative / name
+            if name.startswith(".") or _excluded(source, relative_path):
                 continue
-            if is_chosen(source, below):
+            if is_chosen(source, relative_path):
                 kind = _kind_of(Path(parent) / name, where)
                 if kind == "absent":
                     raise DataError(
-                        "a link leads nowhere",
+                        "a link is broken",
                         field=where,
                         got=str(Path(parent) / name),
-                        remedy="Fetch what it stands for, or leave it out with `exclude`",
+                        remedy="Restore its target, or skip the link with `exclude`",
                     )
                 if kind == "regular file":
-                    files.append(_as_file(source, Path(parent) / name, below.as_posix(), where))
+                    files.append(_as_file(source, Path(parent) / name, relative_path.as_posix(), where))
                 else:
-                    irregular.append(f"{below} (a {kind})")
+                    irregular.append(f"{relative_path} (a {kind})")
             elif name not in NOT_RECORDS:
-                passed_over[Path(name).suffix or name] += 1
+                skipped[Path(name).suffix or name] += 1
     if irregular:
         more = f" and {len(irregular) - 8} more" if len(irregular) > 8 else ""
-        log.warning("%s: passed over, as they are no regular files: %s%s", where, ", ".join(sorted(irregular)[:8]), more)
+        log.warning(
+            "%s: skipped, because they are not regular files: %s%s",
+            where,
+            ", ".join(sorted(irregular)[:8]),
+            more,
+        )
     if not files:
         raise DataError(
-            f"no file in this folder matches {source.glob!r}" if source.glob else "no file in this folder has a known format",
+            f"no file in the folder matches {source.glob!r}"
+            if source.glob
+            else "no file in the folder has a known format",
             field=where,
             got=source.path,
             allowed=", ".join(FORMAT_OF_SUFFIX) if not source.glob else None,
-            remedy=f"It holds {', '.join(sorted(passed_over)[:8])} files: choose with `glob`" if passed_over else "It is empty",
+            remedy=f"It contains {', '.join(sorted(skipped)[:8])} files: set `glob`"
+            if skipped
+            else "The folder is empty",
         )
-    if passed_over and not source.glob and source.format == "auto":
-        told = ", ".join(f"{number} {suffix}" for suffix, number in sorted(passed_over.items())[:8])
-        log.warning("%s: files passed over, whose format is not read: %s (`glob` chooses, `exclude` leaves out)", where, told)
+    if skipped and not source.glob and source.format == "auto":
+        counts = ", ".join(f"{number} {suffix}" for suffix, number in sorted(skipped.items())[:8])
+        log.warning(
+            "%s: skipped files of unsupported formats: %s (see `glob` and `exclude`)",
+            where,
+            counts,
+        )
     return sorted(files, key=lambda file: Path(file.name).parts)
 
 
@@ -173,7 +215,7 @@ def _excluded(source: Source, below: Path) -> bool:
 
 
 def is_chosen(source: Source, below: Path) -> bool:
-    """Whether a file of a folder is one to read, by the source's `glob` and `format`."""
+    """Return True if a file of a folder is read, given the source's `glob` and `format`."""
     if below.name in NOT_RECORDS:
         return False
     if source.glob:
@@ -183,26 +225,30 @@ def is_chosen(source: Source, below: Path) -> bool:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """The suffix that tells the format, and that of a compression around it (or an empty string)."""
-    last = path.suffix.lower()
-    if last in COMPRESSIONS:
-        return Path(path.stem).suffix.lower(), last
-    return last, ""
+    """Return the suffix of the format, and that of the compression or an empty string."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSIONS:
+        return Path(path.stem).suffix.lower(), suffix
+    return suffix, ""
 
 
 def _as_file(source: Source, path: Path, name: str, where: str) -> SourceFile:
-    suffix, around = _suffixes(path)
+    suffix, compression_suffix = _suffixes(path)
     kind: str = source.format
     if kind == "auto":
         if suffix in NOT_TEXT:
             raise DataError(
-                f"{suffix} files are not read",
+                f"{suffix} files are not supported",
                 field=where,
                 got=str(path),
-                allowed="text, JSON, JSON lines or Parquet, also with .gz or .zst around text and JSON, and Arrow",
+                allowed="text, JSON, JSON lines (also with .gz or .zst), Parquet or Arrow",
                 remedy=NOT_TEXT[suffix][0].upper() + NOT_TEXT[suffix][1:],
             )
         kind = FORMAT_OF_SUFFIX.get(suffix, "text")
-    if kind in COLUMNAR and around:
-        raise DataError(f"{kind} compresses itself; a compressed file of it is not read", field=where, got=str(path))
-    return SourceFile(path, name, kind, COMPRESSIONS.get(around), text_records(source.text_field))
+    if kind in COLUMNAR and compression_suffix:
+        raise DataError(
+            f"compressed {kind} files are not supported: {kind} has its own compression",
+            field=where,
+            got=str(path),
+        )
+    return SourceFile(path, name, kind, COMPRESSIONS.get(compression_suffix), text_records(source.text_field))

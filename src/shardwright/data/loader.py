@@ -1,4 +1,4 @@
-"""From samples to the tensors of a micro-batch; the only file of this room that needs torch.
+"""Micro-batches: samples as tensors for one forward pass. No other module here imports torch.
 
 Shapes: B sequences, T tokens.
 """
@@ -18,12 +18,14 @@ from shardwright.plan import BatchPlan
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank sees in one forward pass. All tensors are int64, but for the weights; T may change from batch to batch.
+    """Input of one rank for one forward pass. T may differ between micro-batches.
 
-    `labels_BT` is already shifted; IGNORED_LABEL (-100) is not supervised. `document_ids_BT` None: each row is one causal
-    document. `sample_indices_B` are global positions in the order: equal on every layout, so randomness keyed by them is too.
-    `weights_BT` (fp32) is what each label's loss weighs, None for 1 (in a dataset everywhere or nowhere); `weight_sum` adds up
-    those of the supervised labels.
+    All tensors are int64 except `weights_BT` and `reference_B2`. `labels_BT` is already
+    shifted; IGNORED_LABEL (-100) marks unsupervised positions. If `document_ids_BT` is None,
+    each row is one causal document. `sample_indices_B` are global positions in the sample
+    order; they are the same on every layout, and so is randomness keyed by them. `weights_BT`
+    (fp32) is the loss weight of each label, None if all are 1 (the same for all samples of a
+    dataset); `weight_sum` is the sum over the supervised labels.
     """
 
     input_ids_BT: torch.Tensor
@@ -35,10 +37,10 @@ class MicroBatch:
     weights_BT: torch.Tensor | None = None
     weight_sum: float = 0.0
     reference_B2: torch.Tensor | None = None
-    """Of pairs: log-probabilities of the responses under the reference (fp64), where this rank knows them."""
+    """Log-probabilities of each pair's responses under the reference model (fp64), or None."""
 
     def arguments(self) -> dict[str, torch.Tensor | None]:
-        """What a decoder is called with for this batch's loss, by name."""
+        """Return the decoder's arguments by name, for the loss of this micro-batch."""
         return {
             "input_ids_BT": self.input_ids_BT,
             "positions_BT": self.positions_BT,
@@ -48,7 +50,7 @@ class MicroBatch:
         }
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same batch on a device; copies from pinned memory do not block."""
+        """Copy the micro-batch to a device; copies from pinned memory do not block."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
@@ -67,66 +69,72 @@ class MicroBatch:
 
 
 def step_micro_batches(dataset: TokenDataset, order: SampleOrder, batch: BatchPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """The micro-batches that a data rank reads in an optimizer step, in order of accumulation.
+    """Return the micro-batches of one data rank in an optimizer step, in order of accumulation.
 
-    Step s reads the global positions s x G to (s + 1) x G - 1 whatever the layout; accumulation pass a of data rank r takes
-    the micro_batch_size positions from s x G + (a x data_ranks + r) x micro_batch_size on. Where rows end with the longest of
-    their micro-batch and differ much, the positions of the step are put in order of length first, longest first: a micro-batch
-    then has rows that are alike, and so have the data ranks, which wait for each other. A step's gradient is a sum over its rows,
-    and randomness goes by a row's position, so neither knows of it.
+    Step s reads the global positions s x G to (s + 1) x G - 1 on every layout, where G is the
+    global batch size. Accumulation step a of data rank r takes micro_batch_size positions from
+    s x G + (a x data_ranks + r) x micro_batch_size on. If micro-batches are trimmed to their
+    longest row and rows differ much in length, the positions of the step are sorted by length
+    first, longest first, so that the rows of a micro-batch, and the micro-batches of data ranks
+    that wait for each other, have similar lengths. Sorting changes no result: the gradient of a
+    step is a sum over its rows, and randomness depends on a row's position only.
     """
     if not 0 <= data_rank < batch.data_ranks:
         raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
-    micro, first = batch.micro_batch_size, step * batch.global_batch_size
+    micro_batch_size = batch.micro_batch_size
+    first = step * batch.global_batch_size
     positions: Sequence[int] = range(first, first + batch.global_batch_size)
 
     def find(position: int) -> tuple[int, int]:
         return order.index_at(position), order.epoch_at(position)
 
-    if batch.row_multiple is not None and len(positions) > micro and dataset.is_uneven:
+    if batch.row_multiple is not None and len(positions) > micro_batch_size and dataset.is_uneven:
         positions = sorted(positions, key=lambda position: -dataset.num_used(*find(position)))
     micro_batches = []
     for accumulation in range(batch.gradient_accumulation_steps):
-        start = (accumulation * batch.data_ranks + data_rank) * micro
-        here = positions[start : start + micro]
-        micro_batches.append(collate([dataset.sample(*find(position)) for position in here], here, batch.row_multiple))
+        start = (accumulation * batch.data_ranks + data_rank) * micro_batch_size
+        batch_positions = positions[start : start + micro_batch_size]
+        samples = [dataset.sample(*find(position)) for position in batch_positions]
+        micro_batches.append(collate(samples, batch_positions, batch.row_multiple))
     return micro_batches
 
 
 def evaluation_micro_batches(
     dataset: TokenDataset, batch: BatchPlan, data_rank: int, *, max_batches: int | None = None
 ) -> Iterator[MicroBatch]:
-    """The rank's share of the whole dataset, read once over all data ranks, in dataset order.
+    """Yield one data rank's share of the dataset, in order; together all ranks read it once.
 
-    Every rank gets the same number of micro-batches, because a forward pass of a sharded model is a collective; what is
-    missing at the end are rows without a supervised token. `max_batches` stops every rank after as many.
+    Every rank gets the same number of micro-batches, because the forward pass of a sharded
+    model contains collectives; rows without supervised tokens fill the last ones. `max_batches`
+    limits the micro-batches of each rank.
     """
     if not 0 <= data_rank < batch.data_ranks:
         raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
-    micro = batch.micro_batch_size
-    num_batches = -(-len(dataset) // (micro * batch.data_ranks))
+    micro_batch_size = batch.micro_batch_size
+    num_batches = -(-len(dataset) // (micro_batch_size * batch.data_ranks))
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
     for number in range(num_batches):
-        first = (number * batch.data_ranks + data_rank) * micro
-        indices = range(first, first + micro)
+        first = (number * batch.data_ranks + data_rank) * micro_batch_size
+        indices = range(first, first + micro_batch_size)
         samples = [dataset.sample(index) if index < len(dataset) else _unsupervised(dataset) for index in indices]
         yield collate(samples, indices, batch.row_multiple)
 
 
 def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multiple: int | None = None) -> MicroBatch:
-    """Samples as rows of one micro-batch.
+    """Stack samples as rows of one micro-batch.
 
     Args:
-        row_multiple: cut off what is free in every row, down to a multiple of so many tokens; None leaves rows as they are.
+        row_multiple: trim padding that is common to all rows, to a multiple of this many
+            tokens; None keeps all padding.
     """
     if row_multiple is not None:
         samples = _without_free_columns(samples, row_multiple)
     labels_BT = np.stack([sample.labels for sample in samples])
     document_rows = [sample.document_ids for sample in samples if sample.document_ids is not None]
-    assert len(document_rows) in (0, len(samples)), "a dataset gives document ids for all of its samples or for none"
+    assert len(document_rows) in (0, len(samples)), "document ids for some samples only"
     weight_rows = [sample.weights for sample in samples if sample.weights is not None]
-    assert len(weight_rows) in (0, len(samples)), "a dataset gives weights for all of its samples or for none"
+    assert len(weight_rows) in (0, len(samples)), "weights for some samples only"
     supervised_BT = labels_BT != IGNORED_LABEL
     weights_BT = np.stack(weight_rows) if weight_rows else None
     return MicroBatch(
@@ -142,9 +150,10 @@ def collate(samples: Sequence[Sample], sample_indices: Sequence[int], row_multip
 
 
 def _without_free_columns(samples: Sequence[Sample], row_multiple: int) -> list[Sample]:
-    """The samples as long as the longest of them, rounded up: a function of what lies in the micro-batch alone.
+    """Truncate the samples to the longest one without padding, rounded up to a multiple.
 
-    All ranks that share its rows read the same micro-batch, and so come to the same length without asking.
+    The length depends on this micro-batch only, so ranks that share its rows (cp, tp) agree on
+    it without communication.
     """
     longest = max(len(sample.labels) - sample.num_free for sample in samples)
     length = max(1, -(-longest // row_multiple)) * row_multiple
@@ -152,7 +161,8 @@ def _without_free_columns(samples: Sequence[Sample], row_multiple: int) -> list[
 
 
 def _shortened(sample: Sample, length: int) -> Sample:
-    documents, weights = sample.document_ids, sample.weights
+    documents = sample.document_ids
+    weights = sample.weights
     return Sample(
         sample.input_ids[:length],
         sample.labels[:length],
@@ -164,6 +174,6 @@ def _shortened(sample: Sample, length: int) -> Sample:
 
 
 def _unsupervised(dataset: TokenDataset) -> Sample:
-    """A row that costs what any row costs and supervises nothing: the first sample with its labels taken away."""
+    """Return the first sample without supervised labels, to fill up the last micro-batch."""
     first = dataset.sample(0)
     return first._replace(labels=np.full_like(first.labels, IGNORED_LABEL))

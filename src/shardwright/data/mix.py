@@ -1,8 +1,9 @@
-"""Several datasets read in given shares: sample `index` of epoch `epoch` is a function of the two and the seed.
+"""Mixture of datasets with given weights, a function of sample index, epoch and seed.
 
-An epoch has as many samples as all parts together. Of those each part gets its share, by largest remainder; it hands its own
-samples out in passes, each a permutation of its own, that go on from epoch to epoch: none is seen twice before all are seen
-once. The order of the run shuffles the samples of the epoch, so the shares hold for any stretch of it, about.
+An epoch has as many samples as all parts together, apportioned to the parts by largest
+remainder. Each part is read in passes, each a new permutation of its samples, that continue
+across epochs: no sample repeats before all samples of the part were read. The sample order of
+the run shuffles the epoch, so the weights hold approximately for any section of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardwright.data.order import SampleOrder, mix
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`total` in parts like `weights`, by largest remainder.
+    """Divide `total` in proportion to `weights`, by largest remainder.
 
     >>> apportion(10, [1, 1, 1])
     (4, 3, 3)
@@ -31,7 +32,7 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MixedDataset:
-    """Parts read by weight. All have the same sequence length and either all or none have document ids."""
+    """Parts sampled by weight, of equal sequence length; all or none have document ids."""
 
     parts: tuple[TokenDataset, ...]
     weights: tuple[float, ...]
@@ -39,7 +40,7 @@ class MixedDataset:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
         return self.parts[0].sequence_length
 
     def __len__(self) -> int:
@@ -47,7 +48,7 @@ class MixedDataset:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Samples of each part in an epoch."""
+        """Number of samples of each part in an epoch."""
         return apportion(len(self), self.weights)
 
     @property
@@ -57,26 +58,26 @@ class MixedDataset:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether any part is."""
+        """True if any part is uneven."""
         return any(part.is_uneven for part in self.parts)
 
     def num_used(self, index: int, epoch: int = 0) -> int:
-        """Positions of sample `index` that hold something."""
-        part, inner, turn = self.locate(index, epoch)
-        return self.parts[part].num_used(inner, turn)
+        """Return the number of positions of sample `index` that are not padding."""
+        part, inner, epoch_of_part = self.locate(index, epoch)
+        return self.parts[part].num_used(inner, epoch_of_part)
 
     def locate(self, index: int, epoch: int) -> tuple[int, int, int]:
-        """The part, its sample, and the pass over the part in which it is read."""
+        """Return the part, the sample's index in it, and the number of passes before."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         counts = self.counts
         ends = list(accumulate(counts))
         part = next(number for number, end in enumerate(ends) if index < end)
-        draw = epoch * counts[part] + index - (ends[part] - counts[part])
+        position = epoch * counts[part] + index - (ends[part] - counts[part])
         order = SampleOrder(mix(self.seed ^ mix(part + 1)), len(self.parts[part]))
-        return part, order.index_at(draw), order.epoch_at(draw)
+        return part, order.index_at(position), order.epoch_at(position)
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
-        """Sample `index` of an epoch."""
-        part, inner, turn = self.locate(index, epoch)
-        return self.parts[part].sample(inner, turn)
+        """Return sample `index` of an epoch."""
+        part, inner, epoch_of_part = self.locate(index, epoch)
+        return self.parts[part].sample(inner, epoch_of_part)

@@ -1,8 +1,9 @@
-"""Which sample comes next: a function of seed and global position, never of rank.
+"""Sample order: a function of seed and global position, never of the rank.
 
-Position p of the run is the (p mod n)-th sample of epoch p // n. Every epoch is its own permutation of the n samples,
-computed one index at a time in constant memory, so the whole state of the order is the integer p: a resumed run, a run on
-another layout and a run on other hardware read the same samples at the same positions.
+Position p of the run is the (p mod n)-th sample of epoch p // n. Every epoch is another
+permutation of the n samples, computed one index at a time in constant memory, so the whole
+state of the order is the integer p: a resumed run, a run on another layout and a run on other
+hardware read the same samples at the same positions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ _ROUNDS = 6
 
 
 def mix(value: int) -> int:
-    """64 well-mixed bits of a 64-bit integer (splitmix64's finaliser: Steele, Lea, Flood, OOPSLA 2014).
+    """Return 64 well-mixed bits of a 64-bit integer.
+
+    Source: finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
 
     >>> mix(1) == mix(1), mix(1) == mix(2)
     (True, False)
@@ -26,11 +29,12 @@ def mix(value: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Where `index` goes under the permutation of range(size) that `key` names.
+    """Return the image of `index` under the permutation of range(size) with this `key`.
 
-    A balanced Feistel network permutes the smallest even-bit power of two that holds `size`; walking its cycle until the
-    value falls below `size` restricts it to a permutation of range(size) (Black and Rogaway, CT-RSA 2002, section 3.3).
-    The power of two is at most 4 x size, so the walk takes fewer than four turns on average.
+    A balanced Feistel network permutes the smallest even-bit power of two that is at least
+    `size`. Cycle walking, repeating the network until the value is below `size`, restricts it
+    to a permutation of range(size) (Black and Rogaway, CT-RSA 2002, section 3.3). The power of
+    two is at most 4 x size, so the walk takes fewer than four steps on average.
 
     >>> sorted(permute(i, 5, key=7) for i in range(5))
     [0, 1, 2, 3, 4]
@@ -48,7 +52,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """A shuffled order over `num_samples` samples that goes on for ever, epoch after epoch.
+    """Infinite shuffled order over `num_samples` samples, epoch after epoch.
 
     >>> order = SampleOrder(seed=1, num_samples=4)
     >>> sorted(order.index_at(position) for position in range(4, 8)), order.epoch_at(7)
@@ -60,13 +64,13 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise ValueError(f"an order needs at least one sample, not {self.num_samples}")
+            raise ValueError(f"a sample order needs at least one sample, got {self.num_samples}")
 
     def epoch_at(self, position: int) -> int:
-        """The epoch, from 0, in which a global position lies."""
+        """Return the epoch, from 0, of a global position."""
         return position // self.num_samples
 
     def index_at(self, position: int) -> int:
-        """The sample of the dataset that is read at a global position."""
+        """Return the index of the sample at a global position."""
         epoch, index = divmod(position, self.num_samples)
         return permute(index, self.num_samples, mix(mix(self.seed & _MASK_64) ^ epoch))

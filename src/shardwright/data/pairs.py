@@ -1,4 +1,4 @@
-"""Pairs of documents in rows: the chosen response's, the rejected one's behind it. What keeps packed documents apart keeps these.
+"""Rows of preference pairs: the chosen response's document followed by the rejected one's.
 
 Shapes: T tokens of a row.
 """
@@ -20,28 +20,30 @@ def lay_pairs(
     supervised: npt.NDArray[np.uint8],
     overlong: Overlong,
 ) -> PackedDataset:
-    """Documents 2i and 2i + 1 side by side in a row; a document of n tokens takes n - 1 positions.
+    """Place documents 2i and 2i + 1 in one row; a document of n tokens takes n - 1 positions.
 
     Args:
         documents: starts of the documents and the end of the last.
-        overlong: `drop` leaves pairs out that do not fit a row; nothing else is offered, because half a response was not compared.
+        overlong: `drop` leaves out pairs longer than a row; other values raise for them,
+            because a preference applies to whole responses.
 
     Raises:
-        DataError: a pair is longer than a row and is not to be dropped.
+        DataError: a pair is longer than a row and `overlong` is not `drop`.
     """
-    firsts = documents.astype(np.int64)
-    assert len(firsts) % 2 == 1, "an odd number of documents does not make pairs"
-    positions_P2 = (np.diff(firsts) - 1).reshape(-1, 2)
+    document_starts = documents.astype(np.int64)
+    assert len(document_starts) % 2 == 1, "an odd number of documents does not make pairs"
+    positions_P2 = (np.diff(document_starts) - 1).reshape(-1, 2)
     fits_P = positions_P2.sum(axis=1) <= sequence_length
     if not fits_P.all() and overlong != "drop":
         raise DataError(
-            "pairs of responses are longer than a row, which holds both",
+            "pairs of responses are longer than a row, which must contain both",
             field="data.overlong",
-            got=f"{int((~fits_P).sum())} of {len(fits_P)} pairs, the longest of {int(positions_P2.sum(axis=1).max())} tokens",
+            got=f"{int((~fits_P).sum())} of {len(fits_P)} pairs, the longest of "
+            f"{int(positions_P2.sum(axis=1).max())} tokens",
             allowed=f"{sequence_length} tokens, training.sequence_length",
-            remedy="Raise training.sequence_length, or leave them out (data.overlong: drop); cut responses were never compared",
+            remedy="Raise training.sequence_length, or set data.overlong: drop",
         )
-    starts = firsts[:-1].reshape(-1, 2)[fits_P].reshape(-1)
+    starts = document_starts[:-1].reshape(-1, 2)[fits_P].reshape(-1)
     lengths = positions_P2[fits_P].reshape(-1)
     packing = Packing(
         starts,

@@ -1,4 +1,4 @@
-"""From a recipe to datasets: sources are divided, tokenised once into the cache, and opened through memory maps."""
+"""Preparation of a recipe's data: split and tokenise the sources, open datasets."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from shardwright.data.workers import encode_in_order
 from shardwright.errors import DataError, TokenizerError
 
 CACHE_VERSION = 3
-"""Part of every key of the cache: raise it when the same sources would give other tokens or other files."""
+"""Part of every cache key; increase it when the same sources would give other tokens or
+files."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, and how far: (stage, done, total) in characters, about."""
+"""Callback for progress: (stage, done, total), approximately in characters."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that training needs of the data. `content_hash` names the samples: sources, tokenizer, split and packing."""
+    """Datasets, tokenizer and report. `content_hash` changes if any sample changes."""
 
     train: TokenDataset
     validation: TokenDataset | None
@@ -52,25 +53,27 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress | None = None) -> Prepared:
-    """Tokenise the recipe's sources once and open them; every rank calls this and gets the same.
+    """Tokenise the recipe's sources once and open the datasets; all ranks get the same result.
 
     Args:
-        vocab_size: the model's, against which every token of the data is held; None checks nothing.
-        progress: called while sources are read and tokenised; not at all when the cache has everything.
+        vocab_size: vocabulary size of the model, which every token id is checked against; None
+            skips the check.
+        progress: called while sources are read and tokenised; never if the cache is complete.
 
     Raises:
-        DataError: sources that cannot be read, are broken too often, or hold nothing to learn from.
-        TokenizerError: no tokenizer, or one with ids that the model lacks.
+        DataError: sources that cannot be read, have too many broken records, or contain nothing
+            to train on.
+        TokenizerError: no tokenizer, or one with ids outside the model's vocabulary.
     """
     sources = _Sources(recipe, progress)
-    given = _given_tokenizer(recipe, sources.kinds, vocab_size)
+    given_tokenizer = _given_tokenizer(recipe, sources.kinds, vocab_size)
     packing = choose_packing(recipe, sources.kinds)
-    template = _template_of(recipe, given) if sources.with_records else None
-    key = _key(recipe, sources, given, template)
-    folder = build_once(sources.root, f"tokens/{key}", partial(_tokenise, sources, given, template))
+    template = _template_of(recipe, given_tokenizer) if sources.with_records else None
+    key = _key(recipe, sources, given_tokenizer, template)
+    folder = build_once(sources.root, f"tokens/{key}", partial(_tokenise, sources, given_tokenizer, template))
     saved = json.loads((folder / "records.json").read_text(encoding="utf-8"))
     records = _check_records(saved["records"], recipe)
-    tokenizer = given if given is not None else load_tokenizer(folder / "tokenizer")
+    tokenizer = given_tokenizer if given_tokenizer is not None else load_tokenizer(folder / "tokenizer")
     if template is not None and isinstance(tokenizer, FastTokenizer):
         tokenizer.chat_template = template.text
     stores: dict[Side, TokenStore] = {"train": open_tokens(folder, "train")}
@@ -99,68 +102,74 @@ def prepare(recipe: Recipe, vocab_size: int | None = None, *, progress: Progress
 
 
 def is_prepared(recipe: Recipe) -> bool:
-    """Whether the cache holds the recipe's tokens, so that `prepare` has nothing to read; files are looked up, not tokenised.
+    """Return True if the cache contains the recipe's tokens; tokenises nothing.
 
     Raises:
-        DataError, TokenizerError: sources that are not there, no tokenizer.
+        DataError, TokenizerError: sources that do not exist, no tokenizer.
     """
     sources = _Sources(recipe, None)
-    given = _given_tokenizer(recipe, sources.kinds, 0)
-    template = _template_of(recipe, given) if sources.with_records else None
-    return (sources.root / f"tokens/{_key(recipe, sources, given, template)}").is_dir()
+    given_tokenizer = _given_tokenizer(recipe, sources.kinds, 0)
+    template = _template_of(recipe, given_tokenizer) if sources.with_records else None
+    return (sources.root / f"tokens/{_key(recipe, sources, given_tokenizer, template)}").is_dir()
 
 
 def _key(recipe: Recipe, sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None) -> str:
-    """Names the tokens in the cache by all that they depend on."""
-    spec: Any = given.content_hash if given is not None else [recipe.tokenizer.kind, recipe.tokenizer.vocab_size]
+    """Compute the cache key of the tokens from everything that they depend on."""
+    tokenizer_spec: Any = given.content_hash if given is not None else [recipe.tokenizer.kind, recipe.tokenizer.vocab_size]
     rendering: list[Any] = []
     if sources.with_records:
-        written = template and [template.text, dict(template.variables)]
-        rendering = [recipe.data.supervise, written, recipe.data.max_record_characters]
-    return key_of([CACHE_VERSION, sources.key, spec, *rendering])
+        template_spec = template and [template.text, dict(template.variables)]
+        rendering = [recipe.data.supervise, template_spec, recipe.data.max_record_characters]
+    return key_of([CACHE_VERSION, sources.key, tokenizer_spec, *rendering])
 
 
 def _check_records(saved: list[dict[str, Any]], recipe: Recipe) -> list[Records]:
-    """What could not be read of training and validation sources; told, or an error where it is too much."""
+    """Check the number of broken records of each side; log a warning if there are any."""
     records = [Records(**{**item, "broken": tuple(Broken(**broken) for broken in item["broken"])}) for item in saved]
-    for found, field in zip(records, ("data.sources", "data.validation"), strict=False):
-        found.check(recipe.data.max_broken_fraction, field)
-        if found.num_broken:
-            first = found.broken[0]
-            message = "set aside %d of %d records of %s that cannot be read; the first is %s:%d: %s"
-            log.warning(message, found.num_broken, found.num_records, field, first.file, first.line, first.reason)
+    for statistics, field in zip(records, ("data.sources", "data.validation"), strict=False):
+        statistics.check(recipe.data.max_broken_fraction, field)
+        if statistics.num_broken:
+            first = statistics.broken[0]
+            message = (
+                "skipped %d of %d records of %s because they cannot be read; "
+                "the first is %s:%d: %s"
+            )
+            log.warning(message, statistics.num_broken, statistics.num_records, field, first.file, first.line, first.reason)
     return records
 
 
 def _template_of(recipe: Recipe, given: Tokenizer | None) -> ChatTemplate | None:
-    """The chat template of a recipe. One that writes the date would give other tokens every day."""
+    """Load the chat template of a recipe; warn if it may render the current date."""
     if isinstance(given, AbsentTokenizer):
         if recipe.data.chat_template is not None:
             raise TokenizerError(
-                "a chat template makes text, which needs a tokenizer; the sources hold token ids, and there is none",
+                "a chat template needs a tokenizer, but there is none for these token ids",
                 field="data.chat_template",
                 got=recipe.data.chat_template,
-                remedy="Leave it out",
+                remedy="Remove it, or set tokenizer.path",
             )
         return None
     folder = recipe.tokenizer.path or recipe.model.path
-    eos = END_OF_TEXT if given is None else None if given.eos_id is None else given.decode([given.eos_id])
-    place = Path(os.path.expanduser(folder)) if given is not None and folder is not None else None
-    template = load_chat_template(place, recipe.data.chat_template, recipe.data.template_variables, eos)
+    eos_token = END_OF_TEXT if given is None else None if given.eos_id is None else given.decode([given.eos_id])
+    tokenizer_folder = Path(os.path.expanduser(folder)) if given is not None and folder is not None else None
+    template = load_chat_template(tokenizer_folder, recipe.data.chat_template, recipe.data.template_variables, eos_token)
     if template is not None and "strftime_now" in template.text and "date_string" not in template.variables:
-        log.warning("the chat template may write today's date; data.template_variables: {date_string: ...} fixes it")
+        log.warning(
+            "the chat template may render today's date; "
+            "set data.template_variables: {date_string: ...} to a fixed date"
+        )
     return template
 
 
 def _describe_sources(sources: _Sources, store: TokenStore, dataset: TokenDataset) -> tuple[SourceReport, ...]:
     counts = [*store.counts.source_documents, *[0] * len(sources.recipe.data.sources)]
     shares = [n / len(dataset) for n in dataset.counts] if isinstance(dataset, MixedDataset) else None
-    found = []
+    reports = []
     for number, source in enumerate(sources.recipe.data.sources):
         files = [file for file in sources.training if file.source == number]
         kinds = {file.records.kind if file.format != "text" else "text" for file in files}
         records = next((file.records for file in files if file.format != "text"), None)
-        found.append(
+        reports.append(
             SourceReport(
                 path=source.path,
                 num_files=len(files),
@@ -171,11 +180,11 @@ def _describe_sources(sources: _Sources, store: TokenStore, dataset: TokenDatase
                 share=shares[number] if shares else None,
             )
         )
-    return tuple(found)
+    return tuple(reports)
 
 
 class _Sources:
-    """The files of a recipe; read and divided only if somebody asks for the corpus."""
+    """Files of a recipe. They are read and split only when `corpus` is used."""
 
     def __init__(self, recipe: Recipe, progress: Progress | None) -> None:
         self.recipe = recipe
@@ -187,17 +196,21 @@ class _Sources:
         self.kinds = {"text" if file.format == "text" else file.records.canonical for file in files}
         self.with_records = bool(self.kinds - {"text"})
         data = recipe.data
-        split = [] if self.validation else [data.validation_fraction, data.validation_split if data.validation_fraction else None]
-        owners = [file.source for file in self.training]  # the same files may be one source or several
+        split: list[Any] = []
+        if not self.validation:
+            split_kind = data.validation_split if data.validation_fraction else None
+            split = [data.validation_fraction, split_kind]
+        # The same files may be in one source or several.
+        owners = [file.source for file in self.training]
         self.key = key_of([fingerprint(self.training, self.root), fingerprint(self.validation, self.root), owners, split])
 
     def _find(self, sources: Sequence[Source], field: str) -> tuple[SourceFile, ...]:
-        here = localise(sources, self.root, field, self._progress)
-        return identify(list_files(here, field), here, field)
+        local_sources = localise(sources, self.root, field, self._progress)
+        return identify(list_files(local_sources, field), local_sources, field)
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Every record weighed and put on its side."""
+        """All records, scanned and assigned to a side."""
         limit = self.recipe.data.max_broken_fraction
         training = weigh(self.training, self.reading("reading", _num_bytes(self.training)))
         training.records.check(limit, "data.sources")
@@ -208,26 +221,29 @@ class _Sources:
         return divide(training, validation, self.recipe.data)
 
     def reading(self, stage: str, total: int) -> Read:
-        """A callback for the characters read, which tells `progress` every half percent."""
-        progress, step, told = self._progress, max(1, total // 200), 0
+        """Return a callback for characters read that calls `progress` every half percent."""
+        progress = self._progress
+        step = max(1, total // 200)
+        last_reported = 0
         if progress is None:
             return lambda done: None
         progress(stage, 0, total)
 
         def read(done: int) -> None:
-            nonlocal told
-            if done - told >= step:
-                told = done
+            nonlocal last_reported
+            if done - last_reported >= step:
+                last_reported = done
                 progress(stage, min(done, total), total)
 
         return read
 
     def texts(self, side: Side, stage: str) -> Any:
-        """The texts of a side, telling progress."""
-        num_read, read = 0, self.reading(stage, self.corpus.characters(side))
+        """Yield the texts of a side and report progress."""
+        num_read = 0
+        report_read = self.reading(stage, self.corpus.characters(side))
         for piece in self.corpus.pieces(side):
             num_read += len(piece.text)
-            read(num_read)
+            report_read(num_read)
             yield from [piece.text] if piece.canonical == "text" else plain_texts(piece.canonical, piece.text)
 
 
@@ -236,24 +252,28 @@ def _num_bytes(files: tuple[SourceFile, ...]) -> int:
 
 
 def _given_tokenizer(recipe: Recipe, kinds: Collection[str], vocab_size: int | None) -> Tokenizer | None:
-    """The tokenizer that does not depend on the sources. Token ids need none, unless the recipe names one."""
+    """Load the tokenizer, unless it is trained on the sources.
+
+    Sources of token ids need none; then the result is an `AbsentTokenizer`, unless the recipe
+    sets one.
+    """
     if recipe.tokenizer.kind != "huggingface":
         return None
     folder = recipe.tokenizer.path or recipe.model.path
     if set(kinds) == {"tokens"} and recipe.tokenizer.path is None and (folder is None or not _has_tokenizer(folder)):
         if vocab_size is None:
             raise TokenizerError(
-                "the size of the vocabulary is not known: the sources hold token ids, and there is no tokenizer",
+                "the vocabulary size is unknown: there is no tokenizer for these token ids",
                 field="model.config.vocab_size",
-                remedy="Write it there, or name a tokenizer in tokenizer.path",
+                remedy="Set it, or set tokenizer.path",
             )
-        log.info("no tokenizer: the sources hold token ids, which need none")
+        log.info("no tokenizer is used: the sources contain token ids")
         return AbsentTokenizer(vocab_size)
     if folder is None:
         raise TokenizerError(
-            "no tokenizer is named",
+            "no tokenizer is set",
             field="tokenizer.path",
-            remedy="Name a folder with tokenizer.json, or choose tokenizer.kind: bpe or character",
+            remedy="Use a folder with tokenizer.json, or set tokenizer.kind: bpe or character",
         )
     if not Path(os.path.expanduser(folder)).is_dir():
         raise TokenizerError("no such folder", field="tokenizer.path", got=folder)
@@ -265,7 +285,7 @@ def _has_tokenizer(folder: str) -> bool:
 
 
 def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate | None, folder: Path) -> None:
-    """Fill a folder of the cache: the tokenizer if it is trained here, the tokens of both sides, and what was counted."""
+    """Fill a cache folder: the tokenizer if trained here, the tokens of both sides, counts."""
     corpus = sources.corpus
     tokenizer = given
     if tokenizer is None:
@@ -280,10 +300,11 @@ def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate
     sides: tuple[Side, ...] = ("train", "validation")
     for side in sides:
         if num_characters := corpus.characters(side):
-            read = sources.reading(f"tokenising {side}", num_characters)
-            _, broken = write_tokens(folder, side, corpus.pieces(side), tokenizer, read, encode)
-            place = -1 if side == "validation" else 0  # the last: validation sources of their own, or those of both sides
-            records[place] = records[place].with_broken(broken)
+            report_read = sources.reading(f"tokenising {side}", num_characters)
+            _, broken = write_tokens(folder, side, corpus.pieces(side), tokenizer, report_read, encode)
+            # The last element: separate validation sources, else the sources of both sides.
+            index = -1 if side == "validation" else 0
+            records[index] = records[index].with_broken(broken)
     content = {
         "num_files": len(sources.training) + len(sources.validation),
         "records": [item._asdict() | {"broken": [broken._asdict() for broken in item.broken]} for item in records],
@@ -293,53 +314,60 @@ def _tokenise(sources: _Sources, given: Tokenizer | None, template: ChatTemplate
 
 
 def _train_tokenizer(sources: _Sources) -> Tokenizer:
-    """A tokenizer made from the sources.
+    """Train a tokenizer on the sources.
 
-    Merges of a BPE are learnt from the training side only. The alphabet of a character tokenizer is that of both sides: it
-    is no statistic, and a held-out character without an id could not be evaluated at all.
+    BPE merges come from the training side only. The alphabet of a character tokenizer comes
+    from both sides, because a validation character without an id could not be evaluated.
     """
     section = sources.recipe.tokenizer
     if section.kind == "bpe":
-        assert section.vocab_size is not None  # the schema demands it
+        assert section.vocab_size is not None  # the schema requires it
         tokenizer: Tokenizer = train_bpe(sources.texts("train", "training the tokenizer"), section.vocab_size)
         if tokenizer.vocab_size < section.vocab_size:
-            log.warning("the text has repeated pairs for a vocabulary of %d only, not %d", tokenizer.vocab_size, section.vocab_size)
+            log.warning(
+                "the vocabulary has only %d tokens, not %d: the text has no more repeated "
+                "pairs",
+                tokenizer.vocab_size,
+                section.vocab_size,
+            )
         return tokenizer
     sides: tuple[Side, ...] = ("train", "validation")
     return train_characters(text for side in sides for text in sources.texts(side, "reading the alphabet"))
 
 
 def _check_supervision(stores: dict[Side, TokenStore], recipe: Recipe) -> None:
-    """Prompts that are all learnt by accident; that none is learnt at all is found where records are encoded and packed."""
+    """Raise if prompts are supervised by mistake. Packing raises if no token is supervised."""
     for side, store in stores.items():
         counts = store.counts
         if recipe.data.supervise != "all" and 0 < counts.num_answered_tokens == counts.num_answered_supervised:
             raise DataError(
-                f"every token of the {side} records is supervised, though only responses should be",
+                f"every token of the {side} records is supervised, not only the responses",
                 field="data.supervise",
                 got=recipe.data.supervise,
-                remedy="The prompts are empty, or the columns are wrong; to learn every token say data.supervise: all",
+                remedy="The prompts are empty or the columns are wrong; "
+                "to supervise every token, set data.supervise: all",
             )
 
 
 def _check_fits(stores: dict[Side, TokenStore], tokenizer: Tokenizer, vocab_size: int | None) -> None:
     if vocab_size is None:
         return
-    largest, place = max((store.counts.max_id, store.counts.max_id_place) for store in stores.values())
+    largest, location = max((store.counts.max_id, store.counts.max_id_place) for store in stores.values())
     if largest < vocab_size:
         return
     if isinstance(tokenizer, AbsentTokenizer):
         raise DataError(
-            "the data hold a token id outside the model's vocabulary",
+            "the data contain a token id outside the model's vocabulary",
             field="data.sources",
-            got=f"token id {largest} in {place}",
+            got=f"token id {largest} in {location}",
             allowed=f"ids below the model's vocab_size of {vocab_size}",
-            remedy="Take the model that the ids were made for, or one with a larger vocabulary",
+            remedy="Use the model of these ids, or one with a larger vocabulary",
         )
     raise TokenizerError(
-        "the tokenizer does not fit the model: the data hold a token id outside its vocabulary",
+        "the data contain a token id of the tokenizer outside the model's vocabulary",
         field="model.vocab_size",
-        got=f"token id {largest}{place and f' in {place}'}, from a tokenizer of {tokenizer.vocab_size} ids",
+        got=f"token id {largest}{location and f' in {location}'}, from a tokenizer of "
+        f"{tokenizer.vocab_size} ids",
         allowed=f"ids below the model's vocab_size of {vocab_size}",
         remedy="Use the model's own tokenizer, or a model with a larger vocabulary",
     )

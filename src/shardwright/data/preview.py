@@ -1,4 +1,4 @@
-"""Samples turned back into text, told apart by what is supervised: what a person should look at before training."""
+"""Preview of samples as text, with the supervised tokens marked, to inspect before training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTEXT_TOKENS = 4
 
 @dataclass(frozen=True)
 class Span:
-    """A token, or the few that make one character, as text. `document` numbers the documents of a sample from 0."""
+    """Text of one token or of the tokens of one character. `document` counts from 0."""
 
     text: str
     num_tokens: int
@@ -26,9 +26,10 @@ class Span:
 
 
 def read_spans(sample: Sample, tokenizer: Tokenizer) -> list[Span]:
-    """The tokens of a sample in order, the last label included; free positions at the end are left out.
+    """Return the tokens of a sample in order, with the last label and without padding.
 
-    A token is supervised when the position before it must predict it: the first token of a document never is.
+    A token is supervised if the position before it predicts it; the first token of a document
+    never is.
     """
     spans: list[Span] = []
     for document, (ids, supervised) in enumerate(_documents(sample)):
@@ -37,29 +38,29 @@ def read_spans(sample: Sample, tokenizer: Tokenizer) -> list[Span]:
 
 
 def _documents(sample: Sample) -> Iterator[tuple[list[int], list[bool]]]:
-    """Ids of each document of the sample with its last label, and whether each is predicted."""
+    """Yield the ids of each document with its last label, and a mask of the predicted ones."""
     length = len(sample.labels) - sample.num_free
     if sample.document_ids is None:
         starts = [0]
     else:
         starts = [0, *(np.flatnonzero(np.diff(sample.document_ids[:length])) + 1).tolist()]
     for start, end in zip(starts, [*starts[1:], length], strict=True):
-        predicted = (sample.labels[start:end] != IGNORED_LABEL).tolist()
+        is_predicted = (sample.labels[start:end] != IGNORED_LABEL).tolist()
         ids = sample.input_ids[start:end].tolist()
-        if predicted and predicted[-1]:
+        if is_predicted and is_predicted[-1]:
             ids.append(int(sample.labels[end - 1]))
-        yield ids, [False, *predicted][: len(ids)]
+        yield ids, [False, *is_predicted][: len(ids)]
 
 
 def _spans_of(ids: Sequence[int], supervised: Sequence[bool], document: int, tokenizer: Tokenizer) -> Iterator[Span]:
     first = 0
     for end in range(1, len(ids) + 1):
-        # Decoded behind what precedes it: some tokenizers drop the space before a first word.
+        # Decode with the preceding tokens: some tokenizers drop the space before a first word.
         context = list(ids[max(0, first - _CONTEXT_TOKENS) : first])
         before = tokenizer.decode(context) if context else ""
         text = tokenizer.decode([*context, *ids[first:end]])
         text = text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[first:end])
-        incomplete = text.endswith(_INCOMPLETE) and end - first < _MAX_BYTES_OF_CHARACTER and end < len(ids)
-        if not incomplete:
+        is_incomplete = text.endswith(_INCOMPLETE) and end - first < _MAX_BYTES_OF_CHARACTER and end < len(ids)
+        if not is_incomplete:
             yield Span(text, end - first, supervised[end - 1], document)
             first = end

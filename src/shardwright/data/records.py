@@ -1,7 +1,8 @@
-"""Rows of files that hold records: JSON lines, JSON arrays, Parquet, and the Arrow files of Hugging Face `datasets`.
+"""Rows of record files: JSON lines, JSON arrays, Parquet, Arrow (Hugging Face `datasets`).
 
-A row is a JSON-like object, or says why it is none, with its line (in Parquet and Arrow: its row, from 1). Files are streamed:
-of JSON a row at a time, of Parquet and Arrow a batch of rows of the columns that are asked for.
+A row is a JSON-like object, or the reason why it could not be read, with its line number (in
+Parquet and Arrow the row number, from 1). Files are streamed: JSON by row, Parquet and Arrow by
+batches of rows of the requested columns.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from shardwright.errors import DataError
 from shardwright.files import open_regular
 
 MAX_RECORD_BYTES = 64 * 1024**2
-"""A longer line of JSON lines or text of another record is set aside; a longer element of a JSON array is an error, as is a
-stretch of plain text without two words. Counted in characters where text is held."""
+"""Maximum size of a record, in characters of decoded text. A longer line of JSON lines or a
+longer record of another format is skipped; a longer element of a JSON array is an error, as is
+longer plain text that a tokenizer cannot split."""
 _MAX_SKIPPED_CHARACTERS = 1024**3
-"""A line that goes on for longer than this is an error: what follows may never come."""
+"""Maximum length of a line that is skipped; a longer one is an error, because it may never
+end."""
 _SKIPPED_AT_A_TIME = 1 << 20
 _MAX_BATCH_BYTES = 256 * 1024**2
 _NOT_SPACE = re.compile(r"\S")
@@ -31,7 +34,7 @@ _ROWS_AT_A_TIME = 256
 
 
 class Row(NamedTuple):
-    """`value` is an object, or None where `reason` says why there is none."""
+    """One row; `value` is None if it could not be read, and `reason` says why."""
 
     line: int
     value: dict[str, Any] | None
@@ -39,15 +42,16 @@ class Row(NamedTuple):
 
 
 def read_rows(path: Path, form: str, compression: str | None, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Every row of a file of records, in order.
+    """Yield every row of a file of records, in order.
 
     Args:
         form: jsonl, json, parquet or arrow.
-        columns: of a Parquet or Arrow file, which are read; those that it lacks are passed over. None reads all.
+        columns: columns to read from a Parquet or Arrow file; missing ones are ignored. None
+            reads all.
 
     Raises:
-        DataError: a column that is there twice, a file in UTF-16.
-        OSError, EOFError, ValueError: a file that is damaged as a whole.
+        DataError: a duplicate column, a file in UTF-16.
+        OSError, EOFError, ValueError: a damaged file.
     """
     if form in ("jsonl", "json"):
         refuse_utf_16(path, compression)
@@ -56,7 +60,7 @@ def read_rows(path: Path, form: str, compression: str | None, columns: Sequence[
 
 
 def column_types(path: Path, form: str) -> dict[str, Any]:
-    """The columns of a Parquet or Arrow file with their Arrow types."""
+    """Return the columns of a Parquet or Arrow file with their Arrow types."""
     import pyarrow
     import pyarrow.parquet
 
@@ -69,23 +73,23 @@ def column_types(path: Path, form: str) -> dict[str, Any]:
 
 
 def holds_strings(kind: Any) -> bool:
-    """Whether an Arrow type is text, also by a dictionary."""
+    """Return True if an Arrow type is a string, or a dictionary of strings."""
     from pyarrow import types
 
-    value_kind = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(value_kind) or types.is_large_string(value_kind))
+    value_type = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(value_type) or types.is_large_string(value_type))
 
 
 def open_stream(path: Path, compression: str | None) -> IO[bytes]:
-    """The bytes of a file, decompressed.
+    """Open a file for reading its decompressed bytes.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
-    plain = open_regular(path)
+    stream = open_regular(path)
     if compression is None:
-        return plain
-    plain.close()
+        return stream
+    stream.close()
     if compression == "gzip":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if compression == "zstd":
@@ -96,21 +100,26 @@ def open_stream(path: Path, compression: str | None) -> IO[bytes]:
 
 
 def refuse_utf_16(path: Path, compression: str | None) -> None:
-    """Refuse a file whose first bytes say that it is UTF-16 or UTF-32: of its lines none could be read, each for another reason.
+    """Raise if a file starts with a UTF-16 or UTF-32 byte order mark.
+
+    Otherwise every line would be reported as broken, each for another reason.
 
     Raises:
-        DataError: names the file.
+        DataError: the file is UTF-16 or UTF-32.
     """
     with open_stream(path, compression) as stream:
         start = stream.read(2)
     if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise DataError(
-            "the file is UTF-16", field=str(path), allowed="UTF-8", remedy="Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+            "the file is UTF-16",
+            field=str(path),
+            allowed="UTF-8",
+            remedy="Save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
         )
 
 
 def _read_json_lines(path: Path, compression: str | None) -> Iterator[Row]:
-    """Lines end with \\n, \\r\\n or \\r, none of which JSON has within a string."""
+    """Yield the rows of JSON lines; lines end with \\n, \\r\\n or \\r."""
     with io.TextIOWrapper(open_stream(path, compression), encoding="utf-8", errors="surrogateescape", newline=None) as lines:
         number = 0
         while line := lines.readline(MAX_RECORD_BYTES + 1):
@@ -126,17 +135,17 @@ def _read_json_lines(path: Path, compression: str | None) -> Iterator[Row]:
 
 
 def _skip_line(lines: io.TextIOWrapper, path: Path, number: int) -> None:
-    """Read the rest of a line."""
+    """Read and discard the rest of a line."""
     num_skipped = 0
     while (rest := lines.readline(_SKIPPED_AT_A_TIME)) and not rest.endswith("\n"):
         num_skipped += len(rest)
         if num_skipped > _MAX_SKIPPED_CHARACTERS:
             raise DataError(
-                "a line without an end",
+                "a line does not end",
                 field=f"{path}:{number}",
                 got=f"more than {_MAX_SKIPPED_CHARACTERS:,} characters",
                 allowed=f"a record of at most {MAX_RECORD_BYTES:,} characters on each line",
-                remedy="If the file is of another form, say so in the source's `format`",
+                remedy="If the file has another format, set the source's `format`",
             )
 
 
@@ -156,38 +165,38 @@ def _parse(line: str, number: int) -> Row:
 
 
 class _Refused(Exception):
-    """JSON that Python would read otherwise than it is meant: of a key that an object has twice it would keep the last."""
+    """Raised for JSON that Python would misread: duplicate keys, very long numbers."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen_keys: set[str] = set()
         for key, _ in pairs:
-            if key in seen:
-                raise _Refused(f"the field {key!r} is there twice")
-            seen.add(key)
-    return found
+            if key in seen_keys:
+                raise _Refused(f"the field {key!r} occurs twice")
+            seen_keys.add(key)
+    return fields
 
 
 def _integer(digits: str) -> int:
     try:
         return int(digits)
     except ValueError as error:  # more digits than Python converts
-        raise _Refused(f"a number of {len(digits):,} digits") from error
+        raise _Refused(f"a number has {len(digits):,} digits") from error
 
 
 def _as_row(value: Any, number: int) -> Row:
     if isinstance(value, dict):
         return Row(number, value)
-    return Row(number, None, f"not an object but {type(value).__name__}")
+    return Row(number, None, f"expected an object, got {type(value).__name__}")
 
 
 def _read_json(path: Path, compression: str | None) -> Iterator[Row]:
-    """A .json file: an array of objects, or in truth JSON lines, told apart by the first character."""
+    """Yield the rows of a .json file: a JSON array of objects, else JSON lines."""
     with open_stream(path, compression) as stream:
         window = _Window(codecs.getreader("utf-8-sig")(stream))
         first = window.skip()
@@ -199,71 +208,81 @@ def _read_json(path: Path, compression: str | None) -> Iterator[Row]:
 
 
 def _read_array(path: Path, window: _Window) -> Iterator[Row]:
-    """The elements of an array, one at a time."""
+    """Yield the elements of a JSON array, one at a time."""
     decoder = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
     lenient = json.JSONDecoder(parse_int=float)
     window.take(1)  # the bracket
     while True:
-        following = window.skip()
-        if following == "]":
+        next_character = window.skip()
+        if next_character == "]":
             return
-        if following == ",":
+        if next_character == ",":
             window.take(1)
             continue
         line = window.line
-        if not following:
-            yield Row(line, None, "the file ends within the array: it is cut short")
+        if not next_character:
+            yield Row(line, None, "the file ends inside the array: it is truncated")
             return
-        refused = ""
+        reason_refused = ""
         while True:
             try:
-                value, end = (lenient if refused else decoder).raw_decode(window.text, window.at)
+                value, end = (lenient if reason_refused else decoder).raw_decode(window.text, window.at)
                 if end == len(window.text) and not isinstance(value, dict) and window.grow():
-                    continue  # a number may go on
+                    continue  # the number may continue
                 break
-            except _Refused as error:  # told only once the record is whole: its end is where it is without the check
-                refused = error.reason
+            except _Refused as error:
+                # decode again without the check, to find the end of the record
+                reason_refused = error.reason
             except (json.JSONDecodeError, RecursionError) as error:
-                held = len(window.text) - window.at
-                if held > MAX_RECORD_BYTES or isinstance(error, RecursionError):
-                    reason = f"longer than {MAX_RECORD_BYTES:,} characters" if held > MAX_RECORD_BYTES else str(error)
+                num_unparsed = len(window.text) - window.at
+                if num_unparsed > MAX_RECORD_BYTES or isinstance(error, RecursionError):
+                    reason = str(error)
+                    if num_unparsed > MAX_RECORD_BYTES:
+                        reason = f"longer than {MAX_RECORD_BYTES:,} characters"
                     raise DataError(f"a record cannot be read: {reason}", field=f"{path}:{line}") from error
                 if window.grow():
                     continue
                 if getattr(error, "pos", 0) < len(window.text.rstrip()) and "Unterminated" not in str(error):
-                    raise DataError(f"not JSON: {error}; nothing behind it can be read", field=f"{path}:{line}") from error
-                yield Row(line, None, "the file ends within a record: it is cut short")
+                    raise DataError(
+                        f"not JSON: {error}; the rest of the file cannot be read",
+                        field=f"{path}:{line}",
+                    ) from error
+                yield Row(line, None, "the file ends inside a record: it is truncated")
                 return
-        yield Row(line, None, refused) if refused else _as_row(value, line)
+        yield Row(line, None, reason_refused) if reason_refused else _as_row(value, line)
         window.take(end - window.at)
 
 
 class _Window:
-    """The part of a text that is being read, and the line where it stands."""
+    """Buffer over a text stream, with a position in it and the line number of that position."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
-        self.text, self.at, self.line = "", 0, 1
+        self.text = ""
+        self.at = 0
+        self.line = 1
 
     def take(self, count: int) -> None:
-        """Pass over characters."""
+        """Advance the position by `count` characters."""
         self.line += self.text.count("\n", self.at, self.at + count)
         self.at += count
-        if self.at > max(_BLOCK_CHARACTERS, len(self.text) // 2):  # so that each character is moved about once
-            self.text, self.at = self.text[self.at :], 0
+        # With this threshold each character is copied about once.
+        if self.at > max(_BLOCK_CHARACTERS, len(self.text) // 2):
+            self.text = self.text[self.at :]
+            self.at = 0
 
     def grow(self) -> bool:
-        """Read more: as much again as is held, so that a long record is parsed a few times only."""
+        """Double the unread text, so that few parses suffice; return False at the end."""
         more = self._reader.read(max(_BLOCK_CHARACTERS, len(self.text) - self.at))
         self.text += more
         return bool(more)
 
     def skip(self) -> str:
-        """Pass over white space; the character that follows, or nothing at the end."""
+        """Skip white space; return the next character, or "" at the end."""
         while True:
-            if found := _NOT_SPACE.search(self.text, self.at):
-                self.take(found.start() - self.at)
-                return found[0]
+            if match := _NOT_SPACE.search(self.text, self.at):
+                self.take(match.start() - self.at)
+                return match[0]
             self.take(len(self.text) - self.at)
             if not self.grow():
                 return ""
@@ -286,7 +305,7 @@ def _read_columns(path: Path, form: str, columns: Sequence[str] | None) -> Itera
 
 
 def _open_arrow(mapped: Any) -> tuple[Any, Iterator[Any]]:
-    """Schema and batches of either form of Arrow file: the stream that `datasets` writes, or the file."""
+    """Return schema and batches of an Arrow stream (written by `datasets`) or an Arrow file."""
     import pyarrow
 
     try:
@@ -299,11 +318,16 @@ def _open_arrow(mapped: Any) -> tuple[Any, Iterator[Any]]:
 
 
 def _choose(path: Path, names: list[str], columns: Sequence[str] | None) -> list[str]:
-    wanted = [name for name in dict.fromkeys(names) if columns is None or name in columns]
-    for name in wanted:
+    chosen = [name for name in dict.fromkeys(names) if columns is None or name in columns]
+    for name in chosen:
         if names.count(name) > 1:
-            raise DataError("a column is there twice", field=str(path), got=name, remedy="Name the columns apart")
-    return wanted
+            raise DataError(
+                "two columns have the same name",
+                field=str(path),
+                got=name,
+                remedy="Rename one of them",
+            )
+    return chosen
 
 
 def _rows_of(batches: Iterator[Any]) -> Iterator[Row]:
@@ -315,7 +339,7 @@ def _rows_of(batches: Iterator[Any]) -> Iterator[Row]:
 
 
 def _values_of(batch: Any) -> Iterable[dict[str, Any] | str]:
-    """The rows of a batch, or why one is none. Rows of large texts are made one at a time."""
+    """Return the rows of a batch, or the reason why one is broken; large batches row by row."""
     if batch.nbytes <= _MAX_BATCH_BYTES:
         try:
             return cast(list[dict[str, Any] | str], batch.to_pylist())

@@ -1,4 +1,4 @@
-"""What the sources hold and what became of it, as values."""
+"""Statistics of the prepared data: sources, records, tokens and samples."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from shardwright.data.store import TokenCounts, TokenStore
 
 @dataclass(frozen=True)
 class SourceReport:
-    """One training source: what its records were found to be, and its share of the samples.
+    """One training source: its record kinds and its share of the samples.
 
-    `columns` are pairs of what is held and the column that holds it. `share` of an epoch's samples where sources have weights.
+    `columns` are (role, column name) pairs. `share` is the fraction of an epoch's samples if
+    sources have weights, else None.
     """
 
     path: str
@@ -32,10 +33,12 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class SideReport:
-    """One side of the split, as the model sees it in one pass. `length_histogram`: documents of up to so many tokens.
+    """One side of the split, for one pass over its samples.
 
-    Documents longer than a sample: `num_cut` lie in several rows, `num_dropped` in none. `num_unsupervised_pieces` of what was
-    cut hold nothing to learn and are left out.
+    `length_histogram` has pairs of a length in tokens and the number of documents up to that
+    length (and above the previous one). Of documents longer than a sample, `num_cut` are split
+    over several rows and `num_dropped` are left out. `num_unsupervised_pieces` pieces of split
+    documents are left out because none of their tokens is supervised.
     """
 
     counts: TokenCounts
@@ -50,7 +53,7 @@ class SideReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What the sources hold and what became of it."""
+    """Report on the prepared data of a recipe, both sides."""
 
     num_files: int
     records: Records
@@ -65,12 +68,12 @@ class DataReport:
     validation: SideReport | None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the report as JSON-compatible values."""
         return asdict(self) | {"records": self.records._asdict() | {"broken": [item._asdict() for item in self.records.broken]}}
 
 
 def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
-    """What was counted of one side."""
+    """Summarise the tokens and samples of one side."""
     lengths = np.diff(store.documents.astype(np.int64))
     # Bins (0, 1], (1, 2], (2, 4], ... up to the longest document.
     bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
@@ -90,7 +93,7 @@ def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
 
 
 def _padding_fraction(dataset: TokenDataset) -> float:
-    """Share of positions that hold no document, in one epoch. The last window of a validation stream is not counted."""
+    """Return the fraction of padding in one epoch; 0 for windows."""
     if isinstance(dataset, PackedDataset):
         return dataset.padding_fraction
     if isinstance(dataset, MixedDataset):

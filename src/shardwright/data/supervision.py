@@ -1,7 +1,8 @@
-"""From a record to ids, and which of them are learnt.
+"""Encoding of records as token ids with a mask of the supervised ones.
 
-Exact by construction: the ids of what stands before a supervised stretch are the first ids of the whole, just as a model meets
-them when it is prompted. Where a token lies across the border, the record is set aside rather than supervised about right.
+The mask is exact: the ids before a supervised span are a prefix of all ids, so training sees
+the same ids as a prompt at inference. If a token crosses the boundary of a span, the record is
+skipped.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _SHOWN_CHARACTERS = 80
 
 
 class Encoded(NamedTuple):
-    """A document as ids with a 1 for each that is learnt; `num_characters` of the text that they stand for.
+    """Ids of a document and a mask with 1 for each supervised id.
 
-    Of a preference it is two documents, the chosen response's and, from id `border` on, the rejected one's. `weights`: what each
-    id's loss weighs, where a turn says that it is neither 0 nor 1.
+    `num_characters` is the length of the encoded text. A preference is two documents: the
+    chosen response's and, from id `border` on, the rejected one's. `weights` are the loss
+    weights of the ids, None if all turns have weight 0 or 1.
     """
 
     ids: IdArray
@@ -39,19 +41,20 @@ class Encoded(NamedTuple):
 
 
 class Prompted(NamedTuple):
-    """What stands before the last response of a record, as ids, and that response as text."""
+    """Prompt of a record's last response as ids, and that response as text."""
 
     prompt_ids: list[int]
     response: str
 
 
 class Encoder:
-    """Encodes records of every canonical form but plain text.
+    """Encoder of records of every canonical form except plain text.
 
     Args:
-        template: for conversations; None joins a pair line by line and refuses conversations.
+        template: chat template; None encodes a pair as plain text and raises for conversations.
         supervise: the assistant's turns, its last turn, or everything.
-        max_characters: of a record; longer ones are set aside, but for given ids. None takes any.
+        max_characters: maximum length of a record; longer ones are skipped, except token ids.
+            None means no limit.
     """
 
     def __init__(
@@ -65,28 +68,31 @@ class Encoder:
         self._spelled = re.compile("|".join(map(re.escape, self._control_tokens)) or "(?!)")
 
     def encode(self, canonical: str, content: str) -> Encoded:
-        """A record of `formats` as ids.
+        """Encode a canonical record of `formats`.
 
         Raises:
-            Unusable: why the record is set aside.
-            TokenizerError: what is wrong with template or tokenizer, whatever the record.
+            Unusable: the record is skipped; the message is the reason.
+            TokenizerError: the template or the tokenizer is unsuitable for all records.
         """
         if self._max_characters is not None and len(content) > self._max_characters and canonical != "tokens":
-            raise Unusable(f"{len(content):,} characters, where data.max_record_characters allows {self._max_characters:,}")
+            raise Unusable(
+                f"{len(content):,} characters, but data.max_record_characters allows "
+                f"{self._max_characters:,}"
+            )
         record = json.loads(content)
         if canonical == "preference":
             return self._encode_preference(record)
         if canonical == "tokens":
-            found = Encoded(np.array(record["ids"], dtype=np.uint32), np.array(record["supervised"], dtype=np.uint8), 0)
+            encoded = Encoded(np.array(record["ids"], dtype=np.uint32), np.array(record["supervised"], dtype=np.uint8), 0)
         elif canonical == "completion":
-            found = self._encode_joined(record["prompt"], record["completion"])
+            encoded = self._encode_joined(record["prompt"], record["completion"])
         elif canonical == "pair" and self._template is None:
-            found = self._encode_joined(record["plain"], record["response"])
+            encoded = self._encode_joined(record["plain"], record["response"])
         else:
-            found = self._encode_chat(_as_messages(record), record.get("tools"))
-        if not found.supervised[1:].any():
+            encoded = self._encode_chat(_as_messages(record), record.get("tools"))
+        if not encoded.supervised[1:].any():
             raise Unusable("nothing in it is supervised")
-        return found
+        return encoded
 
     def _encode_preference(self, record: Mapping[str, Any]) -> Encoded:
         kind = "chat" if "messages" in record["chosen"] else "completion"
@@ -94,7 +100,7 @@ class Encoder:
         if np.array_equal(chosen.ids, rejected.ids):
             raise Unusable("the chosen and the rejected response are the same")
         if chosen.weights is not None or rejected.weights is not None:
-            raise Unusable("a turn of a preference has a loss weight other than 0 and 1: a response is compared as a whole")
+            raise Unusable("a turn of a preference has a loss weight other than 0 and 1")
         return Encoded(
             np.concatenate([chosen.ids, rejected.ids]),
             np.concatenate([chosen.supervised, rejected.supervised]),
@@ -103,21 +109,22 @@ class Encoder:
         )
 
     def prompt(self, canonical: str, content: str) -> Prompted:
-        """What a model is given to answer a record: the very ids that stand before the last response when it is trained.
+        """Return the prompt of a record: the ids that precede its last response in training.
 
         Raises:
-            Unusable: the record is ids, or the template throws.
+            Unusable: the record is token ids or a preference, or the template raises an
+                exception.
             TokenizerError: a conversation without a template.
         """
         record = json.loads(content)
         if canonical == "tokens":
-            raise Unusable("ids have no response to compare with")
+            raise Unusable("token ids have no response as text")
         if canonical == "preference":
-            raise Unusable("a preference has two responses, of which neither is the answer")
+            raise Unusable("a preference has two responses instead of one")
         if canonical == "completion" or (canonical == "pair" and self._template is None):
-            before, after = ("plain", "response") if canonical == "pair" else ("prompt", "completion")
-            text, response = record[before], record[after]
-            return Prompted([*self._tokenizer.prefix_ids, *self._tokenizer.encode_pieces([text])[0].tolist()], response)
+            prompt_key, response_key = ("plain", "response") if canonical == "pair" else ("prompt", "completion")
+            ids = self._tokenizer.encode_pieces([record[prompt_key]])[0].tolist()
+            return Prompted([*self._tokenizer.prefix_ids, *ids], record[response_key])
         messages = _as_messages(record)
         self._refuse_control_tokens(messages, record.get("tools"))
         text = self._required_template().render(messages[:-1], record.get("tools"), prompt=True)
@@ -126,143 +133,158 @@ class Encoder:
     def _required_template(self) -> ChatTemplate:
         if self._template is None:
             raise TokenizerError(
-                "conversations need a chat template, and the tokenizer has none",
+                "conversations need a chat template, but the tokenizer has none",
                 field="data.chat_template",
-                remedy="Name a file with a Jinja template there, or use the tokenizer of a chat model",
+                remedy="Set it to a file with a Jinja template, or use a chat model's "
+                "tokenizer",
             )
         return self._template
 
     def _encode_joined(self, prompt: str, response: str) -> Encoded:
-        """A prompt, a response and the end-of-text token."""
+        """Encode a prompt, a response and the end-of-text token."""
         tokenizer = self._tokenizer
         if not tokenizer.suffix_ids:
             raise TokenizerError(
-                "the tokenizer has no end-of-text token: a model could not learn where a response ends",
+                "the tokenizer has no end-of-text token, so a model cannot learn where to stop",
                 field="tokenizer",
                 got=tokenizer.kind,
                 remedy="Use a tokenizer with an eos_token; `kind: bpe` trains one",
             )
         if not prompt:
-            before, whole = np.zeros(0, dtype=np.uint32), tokenizer.encode_pieces([response])[0]
+            prompt_ids = np.zeros(0, dtype=np.uint32)
+            text_ids = tokenizer.encode_pieces([response])[0]
         else:
-            before, after, whole = tokenizer.encode_pieces([prompt, response, prompt + response])
-            if not np.array_equal(whole[: len(before)], before):  # a token would lie across the border
-                whole = np.concatenate([before, after])
-        ids = [np.array(tokenizer.prefix_ids, dtype=np.uint32), whole, np.array(tokenizer.suffix_ids, dtype=np.uint32)]
+            prompt_ids, response_ids, text_ids = tokenizer.encode_pieces([prompt, response, prompt + response])
+            # If a token crosses the boundary, encode both parts separately.
+            if not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):
+                text_ids = np.concatenate([prompt_ids, response_ids])
+        ids = [np.array(tokenizer.prefix_ids, dtype=np.uint32), text_ids, np.array(tokenizer.suffix_ids, dtype=np.uint32)]
         supervised = np.ones(sum(map(len, ids)), dtype=np.uint8)
         if self._supervise != "all":
-            supervised[: len(tokenizer.prefix_ids) + len(before)] = 0
+            supervised[: len(tokenizer.prefix_ids) + len(prompt_ids)] = 0
         return Encoded(np.concatenate(ids), supervised, len(prompt) + len(response))
 
     def _encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Encoded:
         template = self._required_template()
         self._refuse_control_tokens(messages, tools)
-        wanted = self._wanted_turns(messages)
-        if not wanted:
-            raise Unusable("nothing in it is supervised: every turn that would be has a loss weight of 0")
-        text, spans = template.locate(messages, tools, wanted, self._control_tokens)
+        turn_indices = self._wanted_turns(messages)
+        if not turn_indices:
+            raise Unusable("nothing in it is supervised: the loss weights are 0")
+        text, spans = template.locate(messages, tools, turn_indices, self._control_tokens)
         spans = [self._with_end(text, span) for span in spans]
-        for index, span in zip(wanted, spans, strict=True):
+        for index, span in zip(turn_indices, spans, strict=True):
             self._check_turn(messages[index], index + 1, text[span.start : span.end])
-        whole_turns = self._supervise == "all" and not any("loss_weight" in turn for turn in messages)
-        if whole_turns:
+        supervise_everything = self._supervise == "all" and not any("loss_weight" in turn for turn in messages)
+        if supervise_everything:
             ids = self._tokenizer.encode_rendered([text])[0]
             return Encoded(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.uint8), len(text))
-        return self._encode_spans(text, spans, [messages[index].get("loss_weight", 1) for index in wanted])
+        return self._encode_spans(text, spans, [messages[index].get("loss_weight", 1) for index in turn_indices])
 
     def _wanted_turns(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Indices of the turns that are learnt. Under `all` without weights it is the last turn, of which only the end is asked."""
+        """Return the indices of the supervised turns.
+
+        Under `all` without weights it is the assistant's last turn, which is only checked for
+        its end.
+        """
         assistants = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
         if self._supervise == "last":
             chosen = assistants[-1:]
         elif self._supervise == "all":
-            weighted = any("loss_weight" in turn for turn in messages)
-            chosen = list(range(len(messages))) if weighted else assistants[-1:]
+            has_weights = any("loss_weight" in turn for turn in messages)
+            chosen = list(range(len(messages))) if has_weights else assistants[-1:]
         else:
             chosen = [index for index, turn in enumerate(messages) if index in assistants or turn.get("loss_weight", 0) > 0]
         return [index for index in chosen if messages[index].get("loss_weight") != 0]
 
     def _with_end(self, text: str, span: Span) -> Span:
-        """The span with its end-of-turn token and without the white space that the template puts behind that."""
-        own = text[span.start : span.end].rstrip()
-        if any(own.endswith(token) for token in self._control_tokens):
-            return Span(span.start, span.start + len(own))
-        # A marker may end before the token. What ends the whole conversation ends a turn: nothing else follows there.
-        everything = text.rstrip()
-        ends = next((token for token in self._control_tokens if everything.endswith(token)), None)
-        if ends is not None and text.startswith(ends, span.end):
-            return Span(span.start, span.end + len(ends))
+        """Extend the span to its end-of-turn token, without white space after the token."""
+        turn_text = text[span.start : span.end].rstrip()
+        if any(turn_text.endswith(token) for token in self._control_tokens):
+            return Span(span.start, span.start + len(turn_text))
+        # A marker may end before the token. The conversation's last token ends turns, too.
+        conversation = text.rstrip()
+        end_token = next((token for token in self._control_tokens if conversation.endswith(token)), None)
+        if end_token is not None and text.startswith(end_token, span.end):
+            return Span(span.start, span.end + len(end_token))
         raise TokenizerError(
-            "no end-of-turn token follows a turn: a model could not learn where to stop",
+            "no end-of-turn token follows a turn, so a model cannot learn where to stop",
             field="data.chat_template",
-            got=f"a turn that ends {text[max(span.start, span.end - _SHOWN_CHARACTERS) : span.end]!r}",
-            allowed=f"a special token of the tokenizer: {', '.join(self._control_tokens[:8]) or 'it has none'}",
-            remedy="Let the template end turns with eos_token, or use the tokenizer that belongs to it",
+            got="a turn that ends with "
+            f"{text[max(span.start, span.end - _SHOWN_CHARACTERS) : span.end]!r}",
+            allowed="a special token of the tokenizer: "
+            f"{', '.join(self._control_tokens[:8]) or 'it has none'}",
+            remedy="Make the template end turns with eos_token, or use its own tokenizer",
         )
 
     def _check_turn(self, turn: Mapping[str, Any], number: int, text: str) -> None:
-        """Reasoning that the template drops would be lost in silence, and what it writes behind a turn's end would be learnt."""
+        """Raise if the template drops the turn's reasoning or writes text after its end."""
         squeezed = _squeeze(text)
         if _squeeze(turn.get("reasoning_content", "")) not in squeezed:
-            raise Unusable(f"the chat template leaves out the reasoning of turn {number}")
+            raise Unusable(f"the chat template omits the reasoning of turn {number}")
         body = squeezed
         while token := next((token for token in self._control_tokens if body.endswith(_squeeze(token))), None):
             body = body.removesuffix(_squeeze(token))
         content = _squeeze(turn["content"])
-        behind = body[body.rfind(content) + len(content) :] if content in body else ""
-        if "tool_calls" not in turn and self._spelled.search(behind):
+        trailing = body[body.rfind(content) + len(content) :] if content in body else ""
+        if "tool_calls" not in turn and self._spelled.search(trailing):
             raise TokenizerError(
-                "the chat template writes more behind the end of a turn",
+                "the chat template writes more text after the end of a turn",
                 field="data.chat_template",
                 got=repr(text[-_SHOWN_CHARACTERS:]),
-                remedy="Let it write the header of the next turn only `if add_generation_prompt`",
+                remedy="Make it write the header of the next turn only `if "
+                "add_generation_prompt`",
             )
 
     def _encode_spans(self, text: str, spans: Sequence[Span], loss_weights: Sequence[float]) -> Encoded:
-        borders = sorted({place for span in spans for place in span} - {0})
-        ids, count = self._count_before(text, borders)
+        boundaries = sorted({position for span in spans for position in span} - {0})
+        ids, num_ids_before = self._count_before(text, boundaries)
         supervised = np.zeros(len(ids), dtype=np.uint8)
         for span in spans:
-            supervised[count[span.start] : count[span.end]] = 1
+            supervised[num_ids_before[span.start] : num_ids_before[span.end]] = 1
         weights = None
         if any(weight != 1 for weight in loss_weights):
             weights = np.ones(len(ids), dtype=np.float32)
             for span, weight in zip(spans, loss_weights, strict=True):
-                weights[count[span.start] : count[span.end]] = weight
+                weights[num_ids_before[span.start] : num_ids_before[span.end]] = weight
         return Encoded(np.array(ids, dtype=np.uint32), supervised, len(text), weights=weights)
 
     def _count_before(self, text: str, borders: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """The ids of a text, and how many of them stand before each border.
+        """Return the ids of a text, and the number of ids before each boundary.
 
-        Where the ids of the stretches between the borders make up those of the whole, that is the answer, at the cost of
-        encoding twice. Tokenizers that begin a text otherwise than they go on are asked for every text up to a border.
+        If the ids of the parts between the boundaries concatenate to the ids of the text, they
+        give the answer for the cost of encoding twice. Otherwise (tokenizers that treat the
+        start of a text specially) every prefix up to a boundary is encoded.
         """
-        places = [0, *borders, len(text)]
-        stretches = [text[a:b] for a, b in pairwise(places)]
-        ids, *parts = self._tokenizer.encode_rendered([text, *stretches])
+        positions = [0, *borders, len(text)]
+        parts_of_text = [text[a:b] for a, b in pairwise(positions)]
+        ids, *parts = self._tokenizer.encode_rendered([text, *parts_of_text])
         lengths = list(accumulate(map(len, parts), initial=0))
         if lengths[-1] == len(ids) and ids == [token for part in parts for token in part]:
-            return ids, dict(zip(places, lengths, strict=True))
-        count = {0: 0}
-        for border, part in zip(borders, self._tokenizer.encode_rendered([text[:border] for border in borders]), strict=True):
+            return ids, dict(zip(positions, lengths, strict=True))
+        num_ids_before = {0: 0}
+        prefixes = self._tokenizer.encode_rendered([text[:boundary] for boundary in borders])
+        for boundary, part in zip(borders, prefixes, strict=True):
             if ids[: len(part)] != part:
-                shown = f"{text[max(0, border - 20) : border]!r} and {text[border : border + 20]!r}"
-                raise Unusable(f"a token lies across the border of a turn, between {shown}")
-            count[border] = len(part)
-        return ids, count
+                before = text[max(0, boundary - 20) : boundary]
+                after = text[boundary : boundary + 20]
+                raise Unusable(
+                    f"a token crosses the boundary of a turn, between {before!r} and {after!r}"
+                )
+            num_ids_before[boundary] = len(part)
+        return ids, num_ids_before
 
     def _refuse_control_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Text that spells a control token would become one: a turn could end another, or speak as the system."""
+        """Raise for text that contains a control token: a turn could imitate another role."""
         for number, turn in enumerate(messages, start=1):
             for text in (
                 turn["content"],
                 turn.get("reasoning_content", ""),
                 json.dumps(turn.get("tool_calls", ""), ensure_ascii=False),
             ):
-                if found := self._spelled.search(text):
-                    raise Unusable(f"turn {number} spells the control token {found.group()!r}")
-        if tools and (found := self._spelled.search(json.dumps(tools, ensure_ascii=False))):
-            raise Unusable(f"the tools spell the control token {found.group()!r}")
+                if match := self._spelled.search(text):
+                    raise Unusable(f"turn {number} contains the control token {match[0]!r}")
+        if tools and (match := self._spelled.search(json.dumps(tools, ensure_ascii=False))):
+            raise Unusable(f"the tools contain the control token {match[0]!r}")
 
 
 def _as_messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -274,5 +296,5 @@ def _as_messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _squeeze(text: str) -> str:
-    """Without white space, which templates trim and add."""
+    """Remove white space, which templates trim and add."""
     return "".join(text.split())

@@ -1,6 +1,6 @@
-"""Where a tokenizer comes from: a folder, or training on the corpus.
+"""Loading of tokenizers from a folder, and training of tokenizers on the corpus.
 
-No torch here; transformers only for folders that lack a tokenizer.json.
+Imports no torch, and transformers only for folders without tokenizer.json.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from shardwright.files import read_text
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 LONGEST_WORD = 1024
-"""Characters of a word that merges are learnt from as a whole."""
+"""Maximum length in characters of a word in BPE training; longer words are split."""
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
 
 __all__ = [
-    "AbsentTokenizer", "CharacterTokenizer", "FastTokenizer", "Tokenizer", "has_tokenizer", "load_tokenizer", "train_bpe",
-    "train_characters",
+    "AbsentTokenizer", "CharacterTokenizer", "FastTokenizer", "Tokenizer",
+    "has_tokenizer", "load_tokenizer", "train_bpe", "train_characters",
 ]  # fmt: skip
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
-    """A byte-level BPE (words split as GPT-2 splits them) with an end-of-text token as id 0; deterministic.
+    """Train a byte-level BPE (words split as in GPT-2) with an end-of-text token as id 0.
 
-    Fewer than `vocab_size` tokens come out when no further pair occurs twice.
+    Deterministic. The result has fewer than `vocab_size` tokens if no further pair occurs
+    twice.
     """
     if vocab_size <= NUM_BYTES:
         raise TokenizerError(
@@ -52,7 +53,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
     fast.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=2,  # a pair that occurs once is no statistic
+        min_frequency=2,  # a pair that occurs once says nothing about the language
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -62,10 +63,10 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
 
 
 def _with_bounded_words(texts: Iterator[str]) -> Iterator[str]:
-    """The texts, cut within words and stretches of white space of more than `LONGEST_WORD` characters.
+    """Split texts inside words and runs of white space of more than `LONGEST_WORD` characters.
 
-    A merge takes time in proportion to the word's length, so that learning from one long word takes time by its square: hours
-    for a megabyte of base64.
+    The time of a merge is proportional to the word's length, so training on a long word takes
+    quadratic time: hours for a megabyte of base64.
     """
     for text in texts:
         start = 0
@@ -77,7 +78,7 @@ def _with_bounded_words(texts: Iterator[str]) -> Iterator[str]:
 
 
 def train_characters(texts: Iterator[str]) -> CharacterTokenizer:
-    """The alphabet of the texts."""
+    """Build a character tokenizer from all characters of the texts."""
     alphabet: set[str] = set()
     for text in texts:
         alphabet.update(text)
@@ -85,16 +86,16 @@ def train_characters(texts: Iterator[str]) -> CharacterTokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has any of the files that `load_tokenizer` reads."""
+    """Return True if a folder has any of the files that `load_tokenizer` reads."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names) or _vocabulary_and_merges(folder) is not None
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt, or what transformers makes of it.
+    """Load the tokenizer of a folder: tokenizer.json, GPT-2's two files, or by transformers.
 
     Raises:
-        TokenizerError: none is there, or it cannot be read.
+        TokenizerError: the folder has no tokenizer, or it cannot be read.
     """
     folder = Path(folder)
     try:
@@ -107,18 +108,19 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.model").is_file():
         return _load_through_transformers(folder)
     raise TokenizerError(
-        "no tokenizer here",
+        "the folder has no tokenizer",
         field="tokenizer.path",
         got=str(folder),
         allowed="a folder with tokenizer.json, or with vocab.json and merges.txt",
-        remedy="Name one in tokenizer.path, or choose tokenizer.kind: bpe or character",
+        remedy="Set tokenizer.path to one, or set tokenizer.kind to bpe or character",
     )
 
 
 def _load_fast(folder: Path) -> Tokenizer:
     text = read_text(folder / "tokenizer.json")
     content = json.loads(text)
-    model, splitter = content["model"], content.get("pre_tokenizer") or {}
+    model = content["model"]
+    splitter = content.get("pre_tokenizer") or {}
     if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": CHARACTER_SPLIT} and not content["added_tokens"]:
         characters = sorted(model["vocab"], key=model["vocab"].get)
         tokenizer = CharacterTokenizer(characters)
@@ -132,7 +134,7 @@ def _load_fast(folder: Path) -> Tokenizer:
 
 
 def _end_of_text(folder: Path, fast: Any) -> str | None:
-    """The end-of-text token as the folder's files name it, the tokenizer's own before the model's."""
+    """Return the end-of-text token of the tokenizer's configuration, else of the model's."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(folder / name).get("eos_token")
         if token:
@@ -154,7 +156,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _vocabulary_and_merges(folder: Path) -> tuple[Path, Path] | None:
-    """GPT-2's pair of files; a common prefix (gpt2_vocab.json, gpt2_merges.txt) is allowed where only one pair fits."""
+    """Find GPT-2's pair of files; a unique pair may have a prefix (gpt2_vocab.json)."""
     exact = folder / "vocab.json", folder / "merges.txt"
     if exact[0].is_file() and exact[1].is_file():
         return exact
@@ -181,19 +183,23 @@ def _load_gpt2(vocabulary: Path, merges: Path) -> FastTokenizer:
 
 
 def _load_through_transformers(folder: Path) -> FastTokenizer:
-    """Older folders (a SentencePiece file, a vocabulary of another kind), converted by transformers."""
+    """Load a folder of an older format, such as SentencePiece, converted by transformers."""
     from transformers import AutoTokenizer
 
     try:
         converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # anything at all, down to missing optional packages
-        raise TokenizerError(f"transformers cannot read it: {error}", field="tokenizer.path", got=str(folder)) from error
+    except Exception as error:  # of any kind, also for missing optional packages
+        raise TokenizerError(
+            f"transformers cannot read the tokenizer: {error}",
+            field="tokenizer.path",
+            got=str(folder),
+        ) from error
     fast = getattr(converted, "backend_tokenizer", None)
     if fast is None:
         raise TokenizerError(
-            "a tokenizer without a fast form is not supported",
+            "a tokenizer without a fast version is not supported",
             field="tokenizer.path",
             got=type(converted).__name__,
-            remedy="Convert it once to a tokenizer.json",
+            remedy="Convert it to a tokenizer.json",
         )
     return FastTokenizer(tokenizers.Tokenizer.from_str(fast.to_str()), "huggingface", converted.eos_token)

@@ -1,6 +1,7 @@
-"""What a tokenizer is, and the two there are: one id per character, and those of the `tokenizers` library.
+"""Tokenizer protocol and implementations: by character, and of the `tokenizers` library.
 
-Text is always text: a document that spells `<|endoftext|>` gets the ids of those letters, never the control token.
+Text is encoded as text: `<|endoftext|>` in a document becomes the ids of its characters, never
+the control token.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _FOLDER_FILES = (
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. A document is prefix_ids, the ids of its text, suffix_ids."""
+    """Converter of text to ids. A document is prefix_ids, its text's ids and suffix_ids."""
 
     @property
     def kind(self) -> str:
-        """huggingface, bpe or character."""
+        """Kind of tokenizer: huggingface, bpe, character, or none."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id there is."""
+        """One more than the largest id."""
         ...
 
     @property
@@ -53,56 +54,59 @@ class Tokenizer(Protocol):
 
     @property
     def unknown_id(self) -> int | None:
-        """The id that stands for text the tokenizer has no ids for, if there is one."""
+        """The id for text that the tokenizer cannot encode, if there is one."""
         ...
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Ids before a document's text, a beginning-of-text token for one."""
+        """Ids before a document's text, such as a beginning-of-text token."""
         ...
 
     @property
     def suffix_ids(self) -> tuple[int, ...]:
-        """Ids after a document's text: the tokenizer's own, or eos_id."""
+        """Ids after a document's text: those of the tokenizer's post-processor, else eos_id."""
         ...
 
     @property
     def content_hash(self) -> str:
-        """Hex, of everything that decides how text is encoded; survives saving and loading."""
+        """Hash (hex) of everything that affects encoding; unchanged by saving and loading."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt: prefix_ids and the text's."""
+        """Return the ids of a prompt: prefix_ids and those of the text."""
         ...
 
     def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
-        """Ids of each text alone, without prefix and suffix; in parallel where the tokenizer can."""
+        """Return the ids of each text without prefix and suffix; in parallel if supported."""
         ...
 
     @property
     def control_tokens(self) -> frozenset[str]:
-        """Tokens that mean something other than their text: ends, roles, padding."""
+        """Tokens with a special meaning: end of text or turn, roles, padding."""
         ...
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of what a chat template wrote, where control tokens are control tokens; nothing is put around it."""
+        """Return the ids of rendered chat texts, which contain control tokens."""
         ...
 
     def may_cut(self, left: str, right: str) -> bool:
-        """Whether encoding `left` and `right` apart gives the ids of both together, judged by the text around the cut."""
+        """Return True if encoding `left` and `right` separately gives the ids of both together.
+
+        Judged by the text near the boundary.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, special tokens spelled out."""
+        """Return the text of ids, with special tokens as text."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write a folder that `load_tokenizer` and transformers' AutoTokenizer read."""
+        """Write a folder that `load_tokenizer` and transformers' AutoTokenizer can read."""
         ...
 
 
 class CharacterTokenizer:
-    """One id per character, in order of code point; no special tokens.
+    """Tokenizer with one id per character, in order of code point; no special tokens.
 
     >>> tokenizer = CharacterTokenizer("banana")
     >>> tokenizer.encode("nab"), tokenizer.decode([1, 0])
@@ -133,13 +137,13 @@ class CharacterTokenizer:
         return _hash("character " + self._characters)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt.
+        """Return the ids of a prompt.
 
         Raises:
-            TokenizerError: a character that the alphabet lacks, by name.
+            TokenizerError: a character is not in the alphabet.
         """
-        found: list[int] = self._encode(text).tolist()
-        return found
+        ids: list[int] = self._encode(text).tolist()
+        return ids
 
     def _encode(self, text: str) -> IdArray:
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
@@ -147,32 +151,33 @@ class CharacterTokenizer:
         if len(unknown := np.flatnonzero(ids == self.vocab_size)):
             character = text[int(unknown[0])]
             raise TokenizerError(
-                "the character tokenizer does not know this character",
+                "the character tokenizer has no id for a character",
                 field="tokenizer",
                 got=f"{character!r} (U+{ord(character):04X})",
                 allowed=f"the {self.vocab_size} characters of its sources",
-                remedy="Leave the character out, or build the tokenizer from text that holds it",
+                remedy="Remove the character, or add it to the text that the tokenizer is "
+                "built from",
             )
         return ids
 
     def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         return [self._encode(text) for text in texts]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text: no character is a control token."""
+        """Return the ids of each text; there are no control tokens."""
         return [self.encode(text) for text in texts]
 
     def may_cut(self, left: str, right: str) -> bool:
-        """Anywhere."""
+        """Return True: characters are encoded independently."""
         return True
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return "".join(self._characters[index] for index in ids)
 
     def save(self, folder: Path) -> None:
-        """Write the same mapping in the form of the `tokenizers` library."""
+        """Write the same mapping in the format of the `tokenizers` library."""
         vocabulary = {character: index for index, character in enumerate(self._characters)}
         fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab=vocabulary))
         fast.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(CHARACTER_SPLIT), behavior="isolated")
@@ -181,10 +186,10 @@ class CharacterTokenizer:
 
 
 class AbsentTokenizer:
-    """Stands in for the tokenizer of data that are token ids throughout: it has no text.
+    """Placeholder tokenizer for data that consist of token ids only; it cannot encode text.
 
     Args:
-        vocab_size: the model's.
+        vocab_size: vocabulary size of the model.
     """
 
     kind = "none"
@@ -199,7 +204,7 @@ class AbsentTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Refuse.
+        """Raise an error: there is no tokenizer.
 
         Raises:
             TokenizerError: always.
@@ -207,19 +212,19 @@ class AbsentTokenizer:
         raise _no_tokenizer()
 
     def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
-        """Refuse, as `encode`."""
+        """Raise an error, like `encode`."""
         raise _no_tokenizer()
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Refuse, as `encode`."""
+        """Raise an error, like `encode`."""
         raise _no_tokenizer()
 
     def may_cut(self, left: str, right: str) -> bool:
-        """Refuse, as `encode`."""
+        """Raise an error, like `encode`."""
         raise _no_tokenizer()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The ids themselves, as numbers.
+        """Return the ids as numbers.
 
         >>> AbsentTokenizer(100).decode([17, 3])
         '17 3'
@@ -227,26 +232,27 @@ class AbsentTokenizer:
         return " ".join(str(int(index)) for index in ids)
 
     def save(self, folder: Path) -> None:
-        """Write nothing: a folder without a tokenizer is what it stands for."""
+        """Write nothing, because there is no tokenizer."""
 
 
 def _no_tokenizer() -> TokenizerError:
     return TokenizerError(
-        "there is no tokenizer, and text needs one",
+        "there is no tokenizer, but text needs one",
         field="tokenizer.path",
-        remedy="Name the folder of the tokenizer that the token ids were made with",
+        remedy="Set it to the folder of the tokenizer that encoded the token ids",
     )
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """Tokenizer of the `tokenizers` library.
 
-    `chat_template`: the one that a recipe uses, saved with the tokenizer; None saves the folder's own, if it has one.
+    `chat_template` is the recipe's template, saved with the tokenizer; None saves the folder's
+    own template, if it has one.
 
     Args:
-        fast: taken over; truncation and padding that its file may ask for are switched off.
-        eos_token: the token that ends a document, or None.
-        folder: where it was read, to copy the files as they stand when saving; None writes them anew.
+        fast: tokenizer to wrap; it is modified (truncation and padding are disabled).
+        eos_token: token that ends a document, or None.
+        folder: folder of its files, which `save` copies unchanged; None writes new files.
     """
 
     def __init__(self, fast: Any, kind: str, eos_token: str | None, folder: Path | None = None) -> None:
@@ -278,48 +284,48 @@ class FastTokenizer:
         return _restore, (self._fast.to_str(), self.kind, self._eos_token, self._folder)
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the tokenizer's post-processor puts around a text, seen around the first text that has ids at all."""
+        """Return the ids that the post-processor adds before and after a text, by probing."""
         probes = ["a", *sorted(self._fast.get_vocab(with_added_tokens=False))[:200]]
-        bare: list[int] = []
-        whole: list[int] = []
+        bare_ids: list[int] = []
+        framed_ids: list[int] = []
         for probe in probes:
-            bare = self._fast.encode(probe, add_special_tokens=False).ids
-            whole = self._fast.encode(probe, add_special_tokens=True).ids
-            if bare:
+            bare_ids = self._fast.encode(probe, add_special_tokens=False).ids
+            framed_ids = self._fast.encode(probe, add_special_tokens=True).ids
+            if bare_ids:
                 break
-        first = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-        suffix = tuple(whole[first + len(bare) :])
+        first = next((i for i in range(len(framed_ids)) if framed_ids[i : i + len(bare_ids)] == bare_ids), 0)
+        suffix = tuple(framed_ids[first + len(bare_ids) :])
         if not suffix and self.eos_id is not None:
             suffix = (self.eos_id,)
-        return tuple(whole[:first]), suffix
+        return tuple(framed_ids[:first]), suffix
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """One more than the largest id, added tokens included."""
         return int(max(self._fast.get_vocab(with_added_tokens=True).values())) + 1
 
     @property
     def content_hash(self) -> str:
-        """Hash of the tokenizer's whole definition and its end-of-text token."""
+        """Hash of the tokenizer's definition and its end-of-text token."""
         return _hash(f"{json.dumps(json.loads(self._fast.to_str()), sort_keys=True)} {self._eos_token}")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt."""
+        """Return the ids of a prompt, with prefix_ids."""
         return [*self.prefix_ids, *self._fast.encode(text, add_special_tokens=False).ids]
 
     def encode_pieces(self, texts: Sequence[str]) -> list[IdArray]:
-        """Ids of each text, on all cores."""
+        """Return the ids of each text, encoded on all cores."""
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     @property
     def control_tokens(self) -> frozenset[str]:
-        """The special ones among the added tokens, and the end-of-text token."""
+        """Added tokens that are special, and the end-of-text token."""
         special = {token.content for token in self._fast.get_added_tokens_decoder().values() if token.special}
         return frozenset(special | ({self._eos_token} if self._eos_token else set()))
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, control tokens read as such."""
+        """Return the ids of each text, with control tokens as single ids."""
         if self._rendering is None:
             self._rendering = tokenizers.Tokenizer.from_str(self._fast.to_str())
             self._rendering.no_truncation()
@@ -328,12 +334,15 @@ class FastTokenizer:
         return [encoding.ids for encoding in self._rendering.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def may_cut(self, left: str, right: str) -> bool:
-        """Whether normalisation and the split into words treat both sides apart as they treat them together.
+        """Return True if both texts have the same words separately as together.
 
-        Merges never cross a word, so equal words are equal ids. False without a split into words: then any merge may cross.
+        Merges never cross words, so equal words give equal ids. False for a tokenizer without a
+        split into words, whose merges may cross any boundary.
         """
-        left, right = left[-_CONTEXT_CHARACTERS:], right[:_CONTEXT_CHARACTERS]
-        normalizer, splitter = self._fast.normalizer, self._fast.pre_tokenizer
+        left = left[-_CONTEXT_CHARACTERS:]
+        right = right[:_CONTEXT_CHARACTERS]
+        normalizer = self._fast.normalizer
+        splitter = self._fast.pre_tokenizer
         if splitter is None:
             return False
         parts = [left, right, left + right]
@@ -343,11 +352,11 @@ class FastTokenizer:
         return words[0] + words[1] == words[2]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids, with special tokens as text."""
         return str(self._fast.decode(list(ids), skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
-        """Copy the folder it was read from, or write it anew."""
+        """Copy the files of the original folder, or write new ones."""
         if self._folder is not None and (self._folder / "tokenizer.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
             for name in _FOLDER_FILES:
@@ -360,7 +369,7 @@ class FastTokenizer:
 
 
 def _restore(definition: str, kind: str, eos_token: str | None, folder: Path | None) -> FastTokenizer:
-    """A tokenizer that has travelled to another process."""
+    """Rebuild a pickled tokenizer in another process."""
     return FastTokenizer(tokenizers.Tokenizer.from_str(definition), kind, eos_token, folder)
 
 

@@ -1,4 +1,4 @@
-"""Records encoded in order by several processes: Jinja holds Python's lock, so threads would take turns."""
+"""Encoding of records by several processes, in order (Jinja holds the GIL in threads)."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ from shardwright.errors import DataError
 
 RECORDS_AT_A_TIME = 64
 RECORDS_BEFORE_PROCESSES = 4096
-"""So many are encoded here before others are started: that takes seconds, and most sets of conversations are done by then."""
+"""Number of records encoded before workers start, which takes seconds: small sets need no
+workers."""
 MAX_WORKERS = 16
 
 Outcome = tuple[Piece, Encoded | str]
-"""A record and its ids, or why it is set aside."""
+"""A record and its ids, or the reason why it is skipped."""
 
 _encoder: Encoder | None = None
 
 
 def encode_in_order(encoder: Encoder, pieces: Iterable[Piece], num_workers: int | None) -> Iterator[Outcome]:
-    """Every piece with its outcome, in order, whatever the number of processes; a few hundred records are held at a time.
+    """Yield every piece with its outcome, in order; keeps a few hundred records in memory.
 
     Args:
-        num_workers: processes; None is one per core.
+        num_workers: number of processes; None means one per core, at most `MAX_WORKERS`.
 
     Raises:
-        TokenizerError: see `Encoder`.
-        DataError: a process died.
+        TokenizerError: see `Encoder.encode`.
+        DataError: a worker process died.
     """
     pieces = iter(pieces)
     num_workers = num_workers or min(MAX_WORKERS, os.cpu_count() or 1)
-    if num_workers == 1 or multiprocessing.current_process().daemon:  # a daemon may not have children
+    # A daemon may not have children.
+    if num_workers == 1 or multiprocessing.current_process().daemon:
         yield from _encode_here(encoder, pieces)
         return
     yield from _encode_here(encoder, islice(pieces, RECORDS_BEFORE_PROCESSES))
     batch = list(islice(pieces, RECORDS_AT_A_TIME))
     if not batch:
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads mid-flight
+    # Fork would copy locks of the tokenizer's threads.
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, _begin, (encoder,)) as pool:
         waiting: deque[tuple[list[Piece], Future[list[Encoded | str]]]] = deque()
         try:
@@ -57,10 +60,10 @@ def encode_in_order(encoder: Encoder, pieces: Iterable[Piece], num_workers: int 
                 yield from zip(done, future.result(), strict=True)
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that tokenises died",
+                "a worker process that tokenises died",
                 field="data.num_workers",
                 got=num_workers,
-                remedy="It may have been killed for memory: set fewer",
+                remedy="It may have run out of memory: reduce the number",
             ) from error
         finally:
             for _, future in waiting:

@@ -1,1 +1,1 @@
-"""What a run says of itself: events (the source), the meter that measures, and the sinks that show. Imports no torch."""
+"""Events of a run, metrics derived from them, and sinks that show them. Imports no torch."""

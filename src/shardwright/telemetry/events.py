@@ -1,4 +1,4 @@
-"""The event file on disk: written by one process line by line, read by anybody at any time, whole after any crash."""
+"""Event file of a run: one process appends lines, any process may read; survives crashes."""
 
 from __future__ import annotations
 
@@ -75,14 +75,16 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 
 class EventWriter:
-    """Appends events to `<run_dir>/events.jsonl`, each in one write of one whole line.
+    """Writer that appends events to `<run_dir>/events.jsonl`, one line each.
 
-    One process holds the file at a time (an advisory lock that dies with the process); in a distributed run that is rank 0.
-    A last line that a crash left without its end is taken out when the file is opened again, and a `warning` event says so.
+    Only one process, rank 0 in a distributed run, may have the file open for writing (an
+    advisory lock that ends with the process). Opening the file removes a last line that a crash
+    left incomplete, and logs a `warning` event.
 
     Raises:
         InputError: another process is writing this run.
-        RunFailed: the file cannot be written (a full disk, say); what was written before stays readable.
+        RunFailed: the file cannot be written (such as on a full disk); earlier lines stay
+            readable.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
@@ -97,23 +99,24 @@ class EventWriter:
             _lock(self._descriptor, self.path.parent)
             torn_bytes = _heal(self._descriptor)
             if torn_bytes:
-                self.append(Warned(message=f"took out {torn_bytes} bytes of a line that a crash cut short in {FILE_NAME}"))
+                message = f"removed {torn_bytes} bytes of an incomplete line from {FILE_NAME}"
+                self.append(Warned(message=message))
         except BaseException:
             os.close(self._descriptor)
             raise
 
     def write(self, kind: str, **values: Any) -> Event:
-        """Build the event of a kind (see `make_event`), append it and return it as written."""
+        """Build an event of a kind (see `make_event`), append it and return it as written."""
         return self.append(make_event(kind, **values))
 
     def append(self, event: Event) -> Event:
-        """Stamp the event with the clocks, write it, and return it as written."""
+        """Fill in the times of the event, write it, and return it as written."""
         stamped = dataclasses.replace(event, time=time.time(), elapsed_seconds=time.monotonic() - self._opened_at)
         line = (encode(stamped) + "\n").encode("utf-8", errors="backslashreplace")
         before = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, line)
-            while written < len(line):  # short on signals and on a disk that is filling up
+            while written < len(line):  # partial writes: signals, or a disk that is almost full
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -122,9 +125,10 @@ class EventWriter:
         return stamped
 
     def close(self) -> None:
-        """Sync to disk and let go of the file. Closing twice is fine."""
+        """Sync to disk and close the file. Closing twice is allowed."""
         if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
+            descriptor = self._descriptor
+            self._descriptor = -1
             try:
                 with contextlib.suppress(OSError):  # pipes and some network disks have no fsync
                     os.fsync(descriptor)
@@ -139,7 +143,7 @@ class EventWriter:
 
 
 def check_free(run_dir: str | os.PathLike[str]) -> None:
-    """See that nobody writes this run now; nothing is changed.
+    """Check that no process is writing this run; changes nothing.
 
     Raises:
         InputError: another process is writing it.
@@ -147,11 +151,11 @@ def check_free(run_dir: str | os.PathLike[str]) -> None:
     try:
         descriptor = os.open(Path(run_dir) / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return  # no events yet; what else may be wrong with the folder is told when it is written
+        return  # no events yet; other problems of the folder are reported when it is written
     try:
         _lock(descriptor, Path(run_dir))
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # releases the lock
 
 
 def _lock(descriptor: int, run_dir: Path) -> None:
@@ -163,15 +167,16 @@ def _lock(descriptor: int, run_dir: Path) -> None:
                 "another process is writing this run",
                 field="run.dir",
                 got=run_dir,
-                remedy="Wait for it to end, or give this run a folder of its own",
+                remedy="Wait for it to end, or use another folder for this run",
             ) from error
-        # A disk without locks (some network file systems) is no reason not to train.
+        # Some network file systems have no locks; training works without one.
 
 
 def _heal(descriptor: int) -> int:
-    """Make the file end in a newline; the number of torn bytes that were taken out."""
+    """Remove an incomplete last line or add its newline; return the number of bytes removed."""
     size = os.fstat(descriptor).st_size
-    tail, start = b"", size
+    tail = b""
+    start = size
     while start > 0 and b"\n" not in tail:
         start = max(0, start - 65536)
         tail = os.pread(descriptor, size - start, start)
@@ -179,10 +184,10 @@ def _heal(descriptor: int) -> int:
     if not torn:
         return 0
     try:
-        whole = isinstance(json.loads(torn), dict)
+        is_complete = isinstance(json.loads(torn), dict)
     except (ValueError, RecursionError):
-        whole = False
-    if whole:  # only the newline was lost
+        is_complete = False
+    if is_complete:  # only the newline is missing
         os.write(descriptor, b"\n")
         return 0
     os.ftruncate(descriptor, size - len(torn))
@@ -191,20 +196,21 @@ def _heal(descriptor: int) -> int:
 
 @dataclass(frozen=True)
 class EventLog:
-    """What was read of a run's events, and what could not be."""
+    """Events read from a run, and the lines that could not be read."""
 
     path: Path
     events: tuple[Event, ...]
     torn_tail: bool = False
-    """The last line has no end yet: a writer is at work, or crashed."""
+    """True if the last line is incomplete: a process is writing it, or crashed."""
     broken_lines: tuple[int, ...] = ()
-    """Numbers, from 1, of lines that are not an event of ours; the torn tail is not among them."""
+    """Numbers, from 1, of lines that are not valid events, without an incomplete last line."""
     unknown_kinds: tuple[tuple[str, int], ...] = ()
-    """Kinds that this version does not know, with their count."""
+    """Event kinds that this version does not know, with their count."""
     newer: tuple[int, int] | None = None
-    """Lines that a newer shardwright wrote, and its schema: read as far as this one understands them."""
+    """Number of lines of a newer shardwright, and its schema version; their known fields are
+    read."""
     missing: str | None = None
-    """Why there is no event file."""
+    """Reason why there is no event file, None if there is one."""
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -213,40 +219,51 @@ class EventLog:
         return len(self.events)
 
     def of(self, event_type: type[_Kind]) -> list[_Kind]:
-        """Events of one type, in file order."""
+        """Return the events of one type, in file order."""
         return [event for event in self.events if isinstance(event, event_type)]
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One line for people for each thing that was not read; empty for a whole file."""
-        found = []
+        """One message for each problem with the file; empty if there is none."""
+        problems = []
         if self.missing:
-            found.append(f"there are no events to show yet: {self.path} ({self.missing})")
+            problems.append(f"there are no events to show yet: {self.path} ({self.missing})")
         if self.newer:
-            found.append(
-                f"{self.newer[0]:,} lines are a newer shardwright's (schema {self.newer[1]}, this one knows {SCHEMA_VERSION}): "
-                "shown as far as they are understood; what they mean may have changed"
+            num_lines, version = self.newer
+            problems.append(
+                f"{num_lines:,} lines were written by a newer shardwright (schema {version}; "
+                f"this version reads {SCHEMA_VERSION}): unknown fields are ignored, and "
+                "others may have changed their meaning"
             )
         if self.broken_lines:
-            shown = ", ".join(str(number) for number in self.broken_lines[:5]) + (", ..." if len(self.broken_lines) > 5 else "")
-            found.append(f"{len(self.broken_lines)} lines of {self.path} cannot be read and are left out (line {shown})")
-        found += [f"{count} events of unknown kind `{kind}` are left out" for kind, count in self.unknown_kinds]
+            numbers = ", ".join(str(number) for number in self.broken_lines[:5])
+            numbers += ", ..." if len(self.broken_lines) > 5 else ""
+            problems.append(
+                f"{len(self.broken_lines)} lines of {self.path} cannot be read and are ignored "
+                f"(line {numbers})"
+            )
+        problems += [
+            f"{count} events of unknown kind `{kind}` are ignored"
+            for kind, count in self.unknown_kinds
+        ]
         if self.torn_tail:
-            found.append("the last line has no end: the run is still writing, or was killed while it wrote")
-        return tuple(found)
+            problems.append("the last line is incomplete: the run is writing it, or was killed")
+        return tuple(problems)
 
 
 def read_events(run: str | os.PathLike[str], *, as_far_as_it_goes: bool = False) -> EventLog:
-    """All events of a run folder (or of an events.jsonl), in file order.
+    """Read all events of a run folder (or of an events.jsonl), in file order.
 
-    A torn last line is left out; other lines that cannot be read are counted with their numbers, never passed over silently.
+    An incomplete last line is ignored; `broken_lines` has the numbers of other unreadable
+    lines.
 
     Args:
-        as_far_as_it_goes: for showing, not for going on: a folder without events is an empty log, a newer schema is read as if it
-            were ours, and `problems` says so.
+        as_far_as_it_goes: for display, not for resuming: a folder without events gives an empty
+            log, a newer schema is read like the current one, and `problems` has a message.
 
     Raises:
-        InputError: there is no event file, or a newer shardwright wrote it in a schema that this one would misread.
+        InputError: there is no event file, or a newer shardwright wrote it in a schema that
+            this version would misread.
     """
     folder = Path(run)
     path = Path(run)
@@ -258,20 +275,25 @@ def read_events(run: str | os.PathLike[str], *, as_far_as_it_goes: bool = False)
         if as_far_as_it_goes and folder.is_dir():
             return EventLog(path, (), missing=error.strerror)
         raise InputError(
-            f"no events to read: {error.strerror}", field="run", got=path, remedy=f"Give a run folder, one that holds {FILE_NAME}"
+            f"no events to read: {error.strerror}",
+            field="run",
+            got=path,
+            remedy=f"Pass a run folder, which contains {FILE_NAME}",
         ) from error
     lines = content.split(b"\n")
     torn_tail = bool(lines.pop())
     events: list[Event] = []
-    broken: list[int] = []
+    broken_lines: list[int] = []
     unknown: Counter[str] = Counter()
-    newer, newest = 0, SCHEMA_VERSION
+    num_newer = 0
+    newest = SCHEMA_VERSION
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             version = record["schema_version"]
             if version > SCHEMA_VERSION:
-                newer, newest = newer + 1, max(newest, version)
+                num_newer += 1
+                newest = max(newest, version)
             if version > SCHEMA_VERSION and not as_far_as_it_goes:
                 raise InputError(
                     "written by a newer shardwright",
@@ -285,42 +307,46 @@ def read_events(run: str | os.PathLike[str], *, as_far_as_it_goes: bool = False)
             else:
                 unknown[str(record["kind"])] += 1
         except (ValueError, KeyError, TypeError, RecursionError):
-            broken.append(number)
-    told_newer = (newer, newest) if newer else None
-    return EventLog(path, tuple(events), torn_tail, tuple(broken), tuple(sorted(unknown.items())), told_newer)
+            broken_lines.append(number)
+    newer_lines = (num_newer, newest) if num_newer else None
+    return EventLog(path, tuple(events), torn_tail, tuple(broken_lines), tuple(sorted(unknown.items())), newer_lines)
 
 
 _WITHDRAWN_BY_RESUME = (Step, Ranks, Memory, PipelineRan, Evaluation, SkippedStep, Checkpoint)
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:
-    """The events without those that a resume left behind: one curve, the one whose weights exist.
+    """Return the events without those that a resume withdrew: those of the current weights.
 
-    `resumed` at step R withdraws every earlier step (and what was measured of it), evaluation, skipped step and checkpoint after
-    R. A `run_started` that reaches a step without `resumed` counts as a resume at its own `step`, 0 when it says none: it trained
-    anew. Of two steps, or two evaluations, with the same number the later one stays. Everything else (starts, warnings, failures)
-    is history and stays.
+    `resumed` at step R withdraws all earlier lines for steps after R: steps and their
+    measurements, evaluations, skipped steps and checkpoints. A `run_started` that reaches a
+    step without `resumed` counts as a resume at its own `step` (0 if None), because it trained
+    from there. Of two steps, or two evaluations, with the same number the later one stays. All
+    other events (starts, warnings, failures) stay.
     """
-    kept: list[Event] = []
+    surviving_events: list[Event] = []
     limit: float = float("inf")
-    seen: set[tuple[type[Event], int]] = set()
-    reached_a_step = False
+    seen_keys: set[tuple[type[Event], int]] = set()
+    has_reached_step = False
     for event in reversed(list(events)):
         if isinstance(event, Resumed):
-            limit, reached_a_step = min(limit, event.step or 0), False
+            limit = min(limit, event.step or 0)
+            has_reached_step = False
         elif isinstance(event, RunStarted):
-            limit, reached_a_step = min(limit, event.step or 0) if reached_a_step else limit, False
+            if has_reached_step:
+                limit = min(limit, event.step or 0)
+            has_reached_step = False
         elif isinstance(event, _WITHDRAWN_BY_RESUME) and event.step is not None:
-            reached_a_step = reached_a_step or isinstance(event, Step)
+            has_reached_step = has_reached_step or isinstance(event, Step)
             key = (type(event), event.step)
-            if event.step > limit or key in seen:
+            if event.step > limit or key in seen_keys:
                 continue
             if isinstance(event, Step | Evaluation):
-                seen.add(key)
-        kept.append(event)
-    return kept[::-1]
+                seen_keys.add(key)
+        surviving_events.append(event)
+    return surviving_events[::-1]
 
 
 def surviving_steps(events: Iterable[Event]) -> list[Step]:
-    """The steps of the surviving curve, by rising step."""
+    """Return the surviving `step` events, sorted by step."""
     return sorted((e for e in surviving(events) if isinstance(e, Step)), key=lambda e: e.step or 0)

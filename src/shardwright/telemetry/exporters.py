@@ -1,4 +1,4 @@
-"""Optional sinks that hand the numbers to other tools: TensorBoard files, Weights & Biases, MLflow. None needs torch."""
+"""Optional sinks that export metrics: TensorBoard, Weights & Biases, MLflow. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.telemetry.sinks import Sink
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """The numbers of an event that make a curve, by name; empty for events that are none.
+    """Return the scalar metrics of an event by name; empty for events without any.
 
     >>> from shardwright.telemetry.events import Evaluation
     >>> scalars_of(Evaluation(step=1, loss=2.0, perplexity=7.4, tokens=9, seconds=1.0))
@@ -47,7 +47,7 @@ def scalars_of(event: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Scalars into `<run>/tensorboard`, through TensorBoard's own writer. A resume purges the steps it withdraws."""
+    """Sink that writes scalars to `<run>/tensorboard`; a resume purges withdrawn steps."""
 
     def __init__(self, run_dir: Path) -> None:
         writer = _need("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
@@ -58,7 +58,7 @@ class TensorBoard:
     def on_event(self, event: Event) -> None:
         """Add the event's scalars."""
         if isinstance(event, Resumed):
-            # How TensorBoard is told that what it has from this step on is void.
+            # A session start makes TensorBoard discard its data from this step on.
             session = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(wall_time=event.time, step=(event.step or 0) + 1, session_log=session))
         scalars = scalars_of(event)
@@ -73,19 +73,20 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Scalars into a Weights & Biases run that goes on after a resume (its id is a hash of the run folder's path).
+    """Sink that logs scalars to a Weights & Biases run, which continues after a resume.
 
-    Project, mode and account are wandb's own environment variables (WANDB_PROJECT, WANDB_MODE, ...).
+    The run's id is a hash of the run folder's path. Project, mode and account are set by
+    wandb's environment variables (WANDB_PROJECT, WANDB_MODE, ...).
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._wandb = _need("wandb", extra="wandb")
         self._run_dir = run_dir.resolve()
         self._run: Any = None
-        self._exit_code = 1  # unless the run says that it ended well
+        self._exit_code = 1  # until the run finishes without failure
 
     def on_event(self, event: Event) -> None:
-        """Open the run at its start, log the event's scalars, and keep the outcome."""
+        """Open the run at its start, log the event's scalars, and record the run's status."""
         if isinstance(event, RunStarted) and self._run is None:
             self._run = self._wandb.init(
                 id=hashlib.sha256(str(self._run_dir).encode()).hexdigest()[:16],
@@ -94,7 +95,7 @@ class WeightsAndBiases:
                 dir=str(self._run_dir),
                 resume="allow",
             )
-            # wandb's own step may only rise, a resume goes back: curves are drawn over ours.
+            # wandb's own step cannot decrease, as it does after a resume: plot over our step.
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         if self._run is None:
@@ -108,20 +109,22 @@ class WeightsAndBiases:
                 self._run.summary["final_loss"] = event.final_loss
 
     def close(self) -> None:
-        """Finish the run with its outcome."""
+        """Finish the run with its status."""
         if self._run is not None:
             self._run.finish(exit_code=self._exit_code)
 
 
 _MLFLOW_VALUE_CHARACTERS = 500
-"""MLflow refuses longer parameters."""
+"""Maximum length of a parameter that MLflow accepts."""
 
 
 class MLflow:
-    """Scalars into an MLflow run that goes on after a resume: its id lies in the run folder.
+    """Sink that logs scalars to an MLflow run, which continues after a resume.
 
-    Server and account are MLflow's own environment variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...); without a server
-    the numbers go to a database in the run folder (`mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`).
+    The run's id is saved in the run folder. Server and account are set by MLflow's environment
+    variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...); without a server the metrics
+    go to a database in the run folder (`mlflow ui --backend-store-uri
+    sqlite:///RUN/mlflow.db`).
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -131,40 +134,45 @@ class MLflow:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._id_file = run_dir / "mlflow-run-id"
         self._run_id: str | None = None
-        self._status = "FAILED"  # unless the run says that it ended well
+        self._status = "FAILED"  # until the run finishes without failure
 
     def on_event(self, event: Event) -> None:
-        """Open the run at its start, log the event's scalars, and keep the outcome."""
+        """Open the run at its start, log the event's scalars, and record the run's status."""
         if isinstance(event, RunStarted) and self._run_id is None:
             self._run_id = self._open(event)
         if self._run_id is None:
             return
         scalars = scalars_of(event)
         if scalars:
-            at = int(1000 * event.time)
-            metrics = [self._entities.Metric(name, value, at, event.step or 0) for name, value in scalars.items()]
+            time_milliseconds = int(1000 * event.time)
+            metrics = [self._entities.Metric(name, value, time_milliseconds, event.step or 0) for name, value in scalars.items()]
             self._client.log_batch(self._run_id, metrics=metrics)
         if isinstance(event, RunFinished):
             self._status = "FAILED" if event.status == "failed" else "KILLED" if event.status == "preempted" else "FINISHED"
 
     def _open(self, event: RunStarted) -> str:
         if self._id_file.is_file():
-            known = self._id_file.read_text(encoding="utf-8").strip()
-            self._client.update_run(known, status="RUNNING")
-            return known
+            run_id = self._id_file.read_text(encoding="utf-8").strip()
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardwright"
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        run_id: str = self._client.create_run(experiment_id, run_name=event.name).info.run_id
-        told = {"layout": event.layout, "parameters": event.num_parameters, "total_steps": event.total_steps, **event.versions}
-        values = [self._entities.Param(key, str(value)[:_MLFLOW_VALUE_CHARACTERS]) for key, value in told.items()]
+        run_id = str(self._client.create_run(experiment_id, run_name=event.name).info.run_id)
+        parameters = {
+            "layout": event.layout,
+            "parameters": event.num_parameters,
+            "total_steps": event.total_steps,
+            **event.versions,
+        }
+        values = [self._entities.Param(key, str(value)[:_MLFLOW_VALUE_CHARACTERS]) for key, value in parameters.items()]
         self._client.log_batch(run_id, params=values)
         self._client.log_dict(run_id, {"recipe": event.recipe, "plan": event.plan}, "run.yaml")
         self._id_file.write_text(run_id + "\n", encoding="utf-8")
         return run_id
 
     def close(self) -> None:
-        """Finish the run with its outcome."""
+        """Finish the run with its status."""
         if self._run_id is not None:
             self._client.set_terminated(self._run_id, status=self._status)
 
@@ -173,10 +181,10 @@ EXPORTERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard, "wan
 
 
 def check_exporters(names: Iterable[str]) -> None:
-    """See that the packages of these exporters are there, without importing them.
+    """Check that the packages of these exporters are installed, without importing them.
 
     Raises:
-        InputError: one is not installed.
+        InputError: a package is not installed.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -184,7 +192,7 @@ def check_exporters(names: Iterable[str]) -> None:
 
 
 def open_exporter(name: str, run_dir: Path) -> Sink:
-    """The exporter of a name.
+    """Open the exporter with this name.
 
     Raises:
         InputError: no such exporter, or its package is not installed.

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: in steps that are in the weights, and in everything else, by name."""
+"""Goodput of a run: wall time of steps that contribute to the weights, and of the rest."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from shardwright.telemetry.events import Checkpoint, Evaluation, Event, RunFinis
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of all processes of a run, and between them."""
+    """Division of a run's wall time, over all its processes and the gaps between them."""
 
     total_seconds: float
-    """From each process's start to its last event, added up."""
+    """Seconds from the start of each process to its last event, summed over processes."""
     useful_seconds: float
-    """Of steps that are in the weights."""
+    """Seconds of steps that contribute to the weights."""
     lost_seconds: dict[str, float] = field(default_factory=dict)
-    """The rest of the wall time by what it went into: set-up, evaluations, checkpoints (that training stood still for), skipped
-    steps, withdrawn steps (a resume did them again), between steps, down (no process ran)."""
+    """Other seconds by category: set-up, evaluations, checkpoints (while training waited),
+    skipped steps, withdrawn steps (repeated after a resume), between steps, down (no process
+    ran)."""
 
     @property
     def wall_seconds(self) -> float:
-        """From the first start to the last event."""
+        """Seconds from the first start to the last event."""
         return self.total_seconds + self.lost_seconds.get("down", 0.0)
 
     @property
     def share(self) -> float:
-        """Useful part of the wall time, 0 to 1."""
+        """Useful fraction of the wall time, 0 to 1."""
         return self.useful_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
 def measure_goodput(events: Iterable[Event]) -> Goodput:
-    """Useful time against wall time, across restarts."""
-    listed = list(events)
-    skipped = {event.step for event in listed if isinstance(event, SkippedStep)}
-    kept = {id(step) for step in surviving_steps(listed)}
+    """Divide the wall time of a run into useful and lost seconds, across restarts."""
+    all_events = list(events)
+    skipped = {event.step for event in all_events if isinstance(event, SkippedStep)}
+    surviving_ids = {id(step) for step in surviving_steps(all_events)}
     lost = dict.fromkeys(("set-up", "evaluations", "checkpoints", "skipped steps", "withdrawn steps", "between steps", "down"), 0.0)
     total = useful = 0.0
-    before: list[Event] = []
-    for process in _processes(listed):
-        seconds, set_up = _length(process)
+    previous_process: list[Event] = []
+    for process in _processes(all_events):
+        seconds, set_up_seconds = _length(process)
         total += seconds
-        lost["set-up"] += set_up
-        if before:
-            lost["down"] += max(0.0, process[0].time - process[0].elapsed_seconds - before[-1].time)
-        before = process
+        lost["set-up"] += set_up_seconds
+        if previous_process:
+            lost["down"] += max(0.0, process[0].time - process[0].elapsed_seconds - previous_process[-1].time)
+        previous_process = process
         for event in process:
             if isinstance(event, Evaluation):
                 lost["evaluations"] += event.seconds
             elif isinstance(event, Checkpoint):
                 lost["checkpoints"] += event.seconds if event.stall_seconds is None else event.stall_seconds
             elif isinstance(event, Step):
-                if id(event) not in kept:
+                if id(event) not in surviving_ids:
                     lost["withdrawn steps"] += event.step_seconds
                 elif event.step in skipped:
                     lost["skipped steps"] += event.step_seconds
@@ -63,21 +64,22 @@ def measure_goodput(events: Iterable[Event]) -> Goodput:
 
 
 def _processes(events: list[Event]) -> list[list[Event]]:
-    """Events by the process that wrote them: its clock begins anew."""
-    found: list[list[Event]] = []
+    """Group events by the process that wrote them; each process starts its clock at 0."""
+    processes: list[list[Event]] = []
     for event in events:
-        if not found or event.elapsed_seconds < found[-1][-1].elapsed_seconds:
-            found.append([])
-        found[-1].append(event)
-    return found
+        if not processes or event.elapsed_seconds < processes[-1][-1].elapsed_seconds:
+            processes.append([])
+        processes[-1].append(event)
+    return processes
 
 
 def _length(process: list[Event]) -> tuple[float, float]:
-    """Seconds of a process, and of them those before its first step began (all of them where none did)."""
-    told = max((event.total_seconds for event in process if isinstance(event, RunFinished)), default=0.0)
-    seconds = max(told, process[-1].elapsed_seconds)
-    unseen = seconds - process[-1].elapsed_seconds  # before the event file was opened
+    """Return the seconds of a process, and those before its first step (all if none)."""
+    reported_seconds = max((event.total_seconds for event in process if isinstance(event, RunFinished)), default=0.0)
+    seconds = max(reported_seconds, process[-1].elapsed_seconds)
+    # Before the event file was opened.
+    seconds_before_file = seconds - process[-1].elapsed_seconds
     first = next((event for event in process if isinstance(event, Step)), None)
     if first is None:
         return seconds, seconds if any(isinstance(event, RunStarted) for event in process) else 0.0
-    return seconds, min(seconds, unseen + max(0.0, first.elapsed_seconds - first.step_seconds))
+    return seconds, min(seconds, seconds_before_file + max(0.0, first.elapsed_seconds - first.step_seconds))

@@ -1,8 +1,9 @@
-"""The events of a run: one JSON object per line of `events.jsonl`, the one source of every bar, plot and comparison.
+"""Event types of a run: one JSON object per line of `events.jsonl`, the source of all reports.
 
-`docs/events.md` is the schema for people; the dataclasses here are the schema for machines. `step` counts optimizer steps
-that are done: the first `step` event says 1, a checkpoint at step 100 holds the weights after 100 of them, and `resumed` at
-step 100 is followed by step 101. Times are seconds, sizes bytes.
+`docs/events.md` documents the schema that these dataclasses define. `step` counts completed
+optimizer steps: the first `step` event has 1, a checkpoint at step 100 contains the weights
+after 100 steps, and `resumed` at step 100 is followed by step 101. Times are in seconds, sizes
+in bytes.
 """
 
 from __future__ import annotations
@@ -11,229 +12,242 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 SCHEMA_VERSION = 1
-"""Raised when a reader of the old schema would misread a new file. Added fields and kinds do not raise it."""
+"""Increased if readers of the old schema would misread a new file; not for added fields and
+kinds."""
 
 FILE_NAME = "events.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every line carries. `time` and `elapsed_seconds` are the writer's to fill in."""
+    """Fields of every event. The writer fills in `time` and `elapsed_seconds`."""
 
     kind: ClassVar[str]
     step: int | None = None
-    """Optimizer steps done when it happened; None when it belongs to none."""
+    """Completed optimizer steps at the time of the event; None if it belongs to no step."""
     time: float = 0.0
-    """Wall clock, seconds since 1970 (UTC)."""
+    """Wall clock time, seconds since 1970 (UTC)."""
     elapsed_seconds: float = 0.0
-    """Monotonic clock since this process opened the file; starts again from 0 on resume."""
+    """Seconds since this process opened the file (monotonic clock); restarts at 0 on resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A process group is set up and training is about to begin (again, after a resume)."""
+    """The process group is set up and training is about to start, also after a resume."""
 
     kind: ClassVar[str] = "run_started"
     name: str
     recipe: dict[str, Any]
-    """The recipe as resolved."""
+    """Recipe with all defaults resolved."""
     plan: dict[str, Any]
-    """`Plan.as_dict()`."""
+    """Plan as returned by `Plan.as_dict`."""
     layout: str
-    """As `--layout` takes it."""
+    """Layout in the syntax of `--layout`."""
     world_size: int
     total_steps: int
-    """Where the run means to end."""
+    """Last step of the run."""
     global_batch_tokens: int
     """Tokens per optimizer step over all ranks."""
     data_hash: str
-    """What is learned and in which order: equal exactly when two runs see the same batches at the same steps."""
+    """Hash of data and order; equal exactly if two runs see the same batches at the same
+    steps."""
     num_parameters: int
     versions: dict[str, str]
-    """Of shardwright, python, torch and whatever else decides the numbers."""
+    """Versions of shardwright, python, torch and other software that affects the numbers."""
     host: str
     devices: tuple[str, ...]
-    """One per rank."""
+    """Device names, one per rank."""
     flops_per_token: float | None = None
-    """Model FLOPs of forward and backward together, of a token in a full row."""
+    """Model FLOPs of forward and backward pass together, per token in a full row."""
     matmul_flops_per_second: float | None = None
-    """Measured ceiling of one device; MFU is against `world_size` times this."""
+    """Measured matmul ceiling of one device; MFU is relative to `world_size` times this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Event):
-    """One optimizer step, measured on rank 0 unless it says per rank."""
+    """One optimizer step, measured on rank 0 except for fields per rank."""
 
     kind: ClassVar[str] = "step"
     loss: float
     """Mean over the supervised tokens of the global batch, before the update."""
     gradient_norm: float
-    """Global, before clipping."""
+    """Global gradient norm, before clipping."""
     learning_rate: float
     tokens: int
-    """Of the global batch, as computed: those that fill rows up included."""
+    """Tokens of the global batch as computed, padding included."""
     supervised_tokens: int
     samples_seen: int
     """Sequences consumed since step 0, over all ranks: the data cursor."""
     step_seconds: float
     tokens_per_second: float
-    """Over all ranks."""
+    """Tokens per second of all ranks together."""
     model_flops_per_second: float | None = None
-    """Over all ranks, recompute not counted."""
+    """Model FLOP/s of all ranks together, without recomputation."""
     mfu: float | None = None
     """model_flops_per_second / (world_size x measured matmul ceiling), 0 to 1."""
     memory_bytes: tuple[int, ...] = ()
-    """Peak per rank, in rank order: allocated on the accelerator, resident on a CPU."""
+    """Peak memory per rank, in rank order: allocated on the accelerator, resident on a CPU."""
     data_seconds: float | None = None
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     reduction_seconds: float | None = None
-    """Waited for gradients of other ranks beyond what the backward pass hid."""
+    """Exposed gradient reduction: waiting that the backward pass did not overlap."""
     waiting_seconds: float | None = None
-    """Of a pipeline: waited for other stages."""
+    """Pipelines: waiting for other stages."""
     optimizer_seconds: float | None = None
-    """Norm, clip and update."""
+    """Gradient norm, clipping and update."""
     loss_scale: float | None = None
-    """fp16 only."""
+    """Loss scale, fp16 only."""
     expert_load: float | None = None
-    """Sparse models: the busiest expert's tokens over its even share, 1 when all layers are even."""
+    """Sparse models: tokens of the busiest expert / mean tokens per expert; 1 if all are
+    equal."""
     expert_tokens: tuple[tuple[int, ...], ...] | None = None
-    """Sparse models, at steps that are multiples of run.log_every_steps: per sparse layer, in order, the tokens of the global
-    batch that chose each expert, before any is dropped."""
+    """Sparse models, at multiples of run.log_every_steps: tokens of the global batch routed to
+    each expert before dropping, shape [sparse layers, experts]."""
     dropped_choices: int | None = None
-    """Sparse models with a capacity: choices of the global batch that an expert had no room for."""
+    """Sparse models with a capacity: token-expert choices of the global batch that exceeded
+    it."""
     balance_loss: float | None = None
-    """Sparse models: mean over sequences and layers, without its coefficient; even loads give the experts per token."""
+    """Sparse models: mean over sequences and layers, without its coefficient; even loads give
+    the number of experts per token."""
     router_z_loss: float | None = None
     """Sparse models: mean over sequences and layers, without its coefficient."""
     reward_chosen: float | None = None
-    """Preference tuning: mean over the pairs of beta x (log-probability of the chosen response - the reference's)."""
+    """Preference tuning: mean over pairs of beta x (log-probability of the chosen response -
+    that of the reference model)."""
     reward_rejected: float | None = None
-    """The same of the rejected response."""
+    """The same for the rejected response."""
     reward_margin: float | None = None
-    """Their difference."""
+    """Difference of reward_chosen and reward_rejected."""
     reward_accuracy: float | None = None
-    """Share of pairs whose chosen response has the higher reward."""
+    """Fraction of pairs whose chosen response has the higher reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks(Event):
-    """How one step went on every rank, in rank order. Written at steps that are multiples of run.log_every_steps, and with more
-    than eight ranks less often by as much as there are more, so that the file grows no faster."""
+    """Timings of one step on every rank, in rank order.
+
+    Logged at multiples of run.log_every_steps; with more than eight ranks proportionally less
+    often, so that the file does not grow faster.
+    """
 
     kind: ClassVar[str] = "ranks"
     step_seconds: tuple[float, ...]
     own_seconds: tuple[float, ...]
-    """Without waiting for other ranks: what tells a slow rank from those that wait for it."""
+    """Step time without waiting for other ranks; it distinguishes a slow rank from waiting
+    ones."""
     data_seconds: tuple[float, ...]
     forward_seconds: tuple[float, ...]
-    """With the waits in it; so are backward and reduction."""
+    """Forward pass, waits included; the same holds for backward and reduction."""
     backward_seconds: tuple[float, ...]
     reduction_seconds: tuple[float, ...]
     optimizer_seconds: tuple[float, ...]
     checkpoint_seconds: tuple[float, ...]
-    """That this rank stood still for checkpoints since the event before."""
+    """Time that checkpoints blocked the rank since the previous event of this kind."""
     wait_seconds: dict[str, tuple[float, ...]]
-    """Waited for other ranks, by the cut that the traffic serves: data, tensor, context, expert, pipeline (with what the schedule
-    leaves empty), world (sums over several cuts). Cuts for which nobody waited are absent."""
+    """Time waiting for other ranks, by kind of parallelism: data, tensor, context, expert,
+    pipeline (bubbles included), world (reductions over several kinds). Kinds without waits are
+    absent."""
     reserved_bytes: tuple[int, ...] | None = None
-    """CUDA: held by the allocator at most."""
+    """CUDA: peak memory reserved by the allocator."""
     device_bytes: tuple[int, ...] | None = None
-    """CUDA: in use on the whole device, by everybody."""
+    """CUDA: memory in use on the whole device, by all processes."""
     temperature_celsius: tuple[float, ...] | None = None
-    """Where NVML tells."""
+    """Device temperature, if NVML is available."""
     throttled: tuple[str, ...] | None = None
-    """Where NVML tells: why the clocks are held down, as `power, heat`; empty where they are not."""
+    """Reasons for reduced clocks, such as `power, heat`, if NVML is available; empty if
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Event):
-    """What a rank's memory holds, measured once by each process when its second step had gradients. Bytes, in rank order."""
+    """Memory use of each rank, in rank order; measured once per process, in its second step."""
 
     kind: ClassVar[str] = "memory"
     weights_bytes: tuple[int, ...]
     gradients_bytes: tuple[int, ...]
-    """When they were all there."""
+    """Gradients, at the time when all of them exist."""
     optimizer_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
-    """Of that step: allocated on CUDA, resident on a CPU."""
+    """Peak of that step: allocated on CUDA, resident on a CPU."""
     driver_bytes: tuple[int, ...] | None = None
-    """CUDA: in use on the device and not by the allocator."""
+    """CUDA: device memory in use outside the allocator."""
     reserved_bytes: tuple[int, ...] | None = None
-    """CUDA: held by the allocator at most."""
+    """CUDA: peak memory reserved by the allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRan(Event):
-    """When the ranks of one pipeline computed what, in one step; about twenty times in a run."""
+    """Timeline of one step of one pipeline; logged about twenty times in a run."""
 
     kind: ClassVar[str] = "pipeline"
     schedule: str
-    """Its name."""
+    """Name of the schedule."""
     ranks: tuple[int, ...]
-    """Of the world, by place in the pipeline."""
+    """Global rank of each pipeline rank."""
     num_micro_batches: int
     rank_of_stage: tuple[int, ...]
-    """Places in the pipeline."""
+    """Pipeline rank of each stage."""
     actions: tuple[tuple[str, ...], ...]
-    """Per place its actions in order: `3F0` is stage 3, forward, micro-batch 0."""
+    """Actions of each pipeline rank in order; `3F0` is stage 3, forward, micro-batch 0."""
     begins: tuple[tuple[float, ...], ...]
-    """Seconds since the first of them began, on rank 0's clock."""
+    """Start of each action, seconds since the first one, on rank 0's clock."""
     ends: tuple[tuple[float, ...], ...]
     clock_error_seconds: float
-    """By how much the ranks' clocks may still disagree."""
+    """Maximum remaining difference between the ranks' clocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled(Event):
-    """A profile of a step lies in the run folder, all ranks on one clock."""
+    """A profile of a step was saved in the run folder, with all ranks on one clock."""
 
     kind: ClassVar[str] = "profile"
     path: str
     ranks: int
-    """Ranks in it."""
+    """Number of ranks in the profile."""
     clock_error_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Event):
-    """The validation set, or its first `max_batches`, at the weights of `step`."""
+    """Evaluation on the validation set, or on its first `max_batches`, after `step`."""
 
     kind: ClassVar[str] = "evaluation"
     loss: float
     perplexity: float
     tokens: int
-    """Supervised tokens it is the mean of."""
+    """Supervised tokens that the loss is averaged over."""
     seconds: float
     best: bool = False
-    """Lowest so far."""
+    """True if the loss is the lowest so far."""
     reward_chosen: float | None = None
-    """Preference tuning, as in `step`: mean over the pairs of beta x (log-probability of the chosen response - the reference's)."""
+    """Preference tuning, as in `step`: mean over pairs of beta x (log-probability of the chosen
+    response - that of the reference model)."""
     reward_rejected: float | None = None
-    """The same of the rejected response."""
+    """The same for the rejected response."""
     reward_margin: float | None = None
-    """Their difference."""
+    """Difference of reward_chosen and reward_rejected."""
     reward_accuracy: float | None = None
-    """Share of pairs whose chosen response has the higher reward."""
+    """Fraction of pairs whose chosen response has the higher reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Event):
-    """A checkpoint that is whole on disk."""
+    """A checkpoint is complete on disk."""
 
     kind: ClassVar[str] = "checkpoint"
     path: str
     size_bytes: int
     seconds: float
-    """From the moment when the save was due to the one when it was whole on disk."""
+    """Time from when the save was due until it was complete on disk."""
     stall_seconds: float | None = None
-    """That training stood still for it, before the update that followed, too; less than `seconds` where it was written in the
-    background."""
+    """Time that training waited for it, also before the next update; less than `seconds` if it
+    was written in the background."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """Training goes on from the checkpoint at `step`; later steps written before this line are superseded."""
+    """Training continues from the checkpoint at `step`; withdraws lines of later steps."""
 
     kind: ClassVar[str] = "resumed"
     path: str
@@ -241,22 +255,25 @@ class Resumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RolledBack(Event):
-    """The run went back to the checkpoint at `step` by itself (a `resumed` line says so, too), and past the data in between."""
+    """The run returned to the checkpoint at `step` automatically and skips the data in between.
+
+    A `resumed` line accompanies it.
+    """
 
     kind: ClassVar[str] = "rolled_back"
     reason: str
     from_step: int
-    """Where it was."""
+    """Step before the rollback."""
     path: str
     first_sample: int
-    """Position in the order of samples from which on nothing is used,"""
+    """Position of the first skipped sample in the sample order."""
     num_samples: int
-    """and how many are left out."""
+    """Number of skipped samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedStep(Event):
-    """All ranks left the weights as they were at this step: the gradient was not finite."""
+    """All ranks skipped the update of this step because the gradient was not finite."""
 
     kind: ClassVar[str] = "skipped_step"
     reason: str
@@ -266,7 +283,7 @@ class SkippedStep(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    """Something a person should know that does not stop the run."""
+    """A problem that does not stop the run."""
 
     kind: ClassVar[str] = "warning"
     message: str
@@ -279,21 +296,22 @@ class Preempted(Event):
 
     kind: ClassVar[str] = "preempted"
     reason: str
-    """The signal's name, for instance."""
+    """Reason, such as the name of a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
-    """The last line of a process that ended in good order."""
+    """Last line of a process that ended normally."""
 
     kind: ClassVar[str] = "run_finished"
     status: Literal["completed", "preempted", "failed"]
     total_seconds: float
-    """Of this process, set-up included."""
+    """Seconds of this process, set-up included."""
     total_tokens: int
-    """Computed since step 0, those that fill rows up included; of steps before this process at most so many, had rows been full."""
+    """Tokens computed since step 0, padding included; steps before this process count full
+    rows."""
     final_loss: float | None = None
-    """Last validation loss, or last training loss where there is no validation."""
+    """Last validation loss, or last training loss if there is no validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,12 +324,13 @@ class Failed(Event):
 
 
 MEASUREMENTS: tuple[type[Event], ...] = (Ranks, Memory, PipelineRan)
-"""Kinds that are read by the report and say nothing as a line."""
+"""Event types for the report, which are not shown as lines of text."""
 
 EVENT_TYPES: dict[str, type[Event]] = {
     event_type.kind: event_type
     for event_type in (
-        RunStarted, Step, Ranks, Memory, PipelineRan, Profiled, Evaluation, Checkpoint, Resumed, RolledBack, SkippedStep, Warned,
-        Preempted, RunFinished, Failed,
+        RunStarted, Step, Ranks, Memory, PipelineRan,
+        Profiled, Evaluation, Checkpoint, Resumed, RolledBack,
+        SkippedStep, Warned, Preempted, RunFinished, Failed,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""An event as one line of JSON and back; what each kind holds is `kinds`'."""
+"""Conversion of events to lines of JSON and back."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from shardwright.errors import InputError, nearest
 from shardwright.telemetry.kinds import EVENT_TYPES, SCHEMA_VERSION, Event
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""JSON has no NaN: a loss that is not finite is written as one of these strings and read back as the float."""
+"""Strings for floats that JSON lacks; they are read back as floats."""
 
 
 def make_event(kind: str, **values: Any) -> Event:
-    """The typed event of a kind.
+    """Build an event of a kind.
 
     Raises:
-        InputError: a kind that does not exist, or fields that are missing or unknown.
+        InputError: the kind does not exist, or fields are missing or unknown.
 
     >>> make_event("warning", message="slow disk").message
     'slow disk'
     """
     event_type = EVENT_TYPES.get(kind)
     if event_type is None:
-        near = nearest(kind, EVENT_TYPES)
+        closest = nearest(kind, EVENT_TYPES)
         raise InputError(
             "no such kind of event",
             field="kind",
             got=kind,
             allowed=", ".join(EVENT_TYPES),
-            remedy=f"Meant `{near}`?" if near else None,
+            remedy=f"Did you mean `{closest}`?" if closest else None,
         )
     known = {f.name for f in fields(event_type)}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise InputError(f"a `{kind}` event has no such field", field=unknown[0], allowed=", ".join(sorted(known)))
+        raise InputError(
+            f"a `{kind}` event has no such field",
+            field=unknown[0],
+            allowed=", ".join(sorted(known)),
+        )
     missing = [f.name for f in fields(event_type) if f.default is MISSING and f.name not in values]
     if missing:
-        raise InputError(f"a `{kind}` event needs it", field=missing[0])
+        raise InputError(f"a `{kind}` event needs this field", field=missing[0])
     return event_type(**values)
 
 
 def encode(event: Event) -> str:
-    """The event as one line of JSON, without the newline."""
+    """Encode an event as one line of JSON, without the newline."""
     record: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": event.kind}
     record["time"] = round(event.time, 3)
     record["elapsed_seconds"] = round(event.elapsed_seconds, 4)
@@ -71,33 +75,36 @@ def _spell_non_finite(value: Any) -> Any:
 
 
 def _readers(event_type: type[Event]) -> dict[str, str]:
-    """How each field is read back: `float` knows the spelled non-finite values, lists become the tuples that they were; a `?`
-    behind it lets None pass."""
+    """Return the name of the conversion of each field, derived from its type.
 
-    def reader(spelled: str) -> str:
-        return plain_reader(spelled) + ("?" if "None" in spelled else "")
+    `float` also accepts the strings of non-finite values, lists become tuples; a final `?`
+    allows None.
+    """
 
-    def plain_reader(spelled: str) -> str:
+    def reader(type_name: str) -> str:
+        return plain_reader(type_name) + ("?" if "None" in type_name else "")
+
+    def plain_reader(type_name: str) -> str:
         for start, name in (("tuple[tuple", "tuples"), ("tuple", "tuple"), ("dict[str, tuple", "named tuples"), ("dict", "dict")):
-            if spelled.startswith(start):
+            if type_name.startswith(start):
                 return name
-        return next((name for name in ("float", "bool", "int", "str") if spelled.startswith(name)), "")
+        return next((name for name in ("float", "bool", "int", "str") if type_name.startswith(name)), "")
 
     return {field.name: reader(str(field.type)) for field in fields(event_type)}
 
 
 _PLAIN: dict[str, type] = {"bool": bool, "int": int, "str": str, "dict": dict}
-"""Types that JSON has itself."""
+"""Types that JSON represents directly."""
 
 _READERS = {kind: _readers(event_type) for kind, event_type in EVENT_TYPES.items()}
 
 
 def decode(record: Mapping[str, Any]) -> Event:
-    """The event of a parsed line. Fields that this version does not know are left out: the schema may grow.
+    """Decode the event of a parsed line; ignores fields that this version does not know.
 
     Raises:
         KeyError: the kind is unknown.
-        TypeError, ValueError: a field is missing or of another type.
+        TypeError, ValueError: a field is missing or has another type.
     """
     kind = record["kind"]
     event_type = EVENT_TYPES[kind]
@@ -113,7 +120,7 @@ def decode(record: Mapping[str, Any]) -> Event:
         if reader == "float":
             value = _NON_FINITE[value] if isinstance(value, str) and value in _NON_FINITE else float(value)
         elif reader in _PLAIN and (type(value) is not _PLAIN[reader] or (isinstance(value, int) and abs(value) >= 2**63)):
-            raise TypeError(f"{name}: {value!r:.60} is no {reader}")
+            raise TypeError(f"{name}: {value!r:.60} is not of type {reader}")
         elif reader == "tuple":
             value = tuple(value)
         elif reader == "tuples":

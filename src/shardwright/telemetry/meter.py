@@ -1,4 +1,4 @@
-"""What is measured of a run: throughput against the ceiling, and how far it is. What time was good for is in goodput.py."""
+"""Throughput of a run, with MFU relative to the measured ceiling, and its progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardwright.units import format_flops_per_second
 logger = logging.getLogger(__name__)
 
 PARTS = ("data", "forward", "backward", "waiting", "reduction", "optimizer")
-"""The parts of a step; each is the field `<part>_seconds` of a `step` event."""
+"""Parts of a step; each has a field `<part>_seconds` in the `step` event."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates of all ranks together, as a `step` event takes them."""
+    """Rates of all ranks together, with the fields of a `step` event."""
 
     tokens_per_second: float
     model_flops_per_second: float | None
@@ -27,11 +27,15 @@ class Throughput:
 def measure_throughput(
     tokens: int, seconds: float, *, world_size: int, flops_per_token: float | None, matmul_flops_per_second: float | None
 ) -> Throughput:
-    """Rates of a step: tokens/s, model FLOP/s, and MFU against `world_size` times the matmul ceiling of one device.
+    """Compute tokens/s, model FLOP/s and MFU of a step.
 
-    Model FLOPs are those of the model's mathematics, forward and backward; recompute is not counted (PaLM, appendix B).
+    MFU is relative to `world_size` times the matmul ceiling of one device. Model FLOPs are
+    those of forward and backward pass without recomputation (PaLM, appendix B).
 
-    >>> measure_throughput(1000, 2.0, world_size=2, flops_per_token=6e6, matmul_flops_per_second=1e10).mfu
+    >>> rates = measure_throughput(
+    ...     1000, 2.0, world_size=2, flops_per_token=6e6, matmul_flops_per_second=1e10
+    ... )
+    >>> rates.mfu
     0.15
     """
     tokens_per_second = tokens / seconds if seconds > 0 else 0.0
@@ -41,27 +45,32 @@ def measure_throughput(
 
 
 class ThroughputMeter:
-    """Rates of a run's steps. The ceiling rises if a step passes it, so that MFU never exceeds 1; the first time is logged."""
+    """Meter of a run's throughput.
+
+    If a step exceeds the ceiling, the ceiling is raised, so that MFU never exceeds 1; the first
+    time is logged.
+    """
 
     def __init__(self, world_size: int, matmul_flops_per_second: float) -> None:
         self.matmul_flops_per_second = matmul_flops_per_second
-        self._world_size, self._has_risen = world_size, False
+        self._world_size = world_size
+        self._has_risen = False
 
     def measure(self, tokens: int, seconds: float, flops_per_token: float) -> Throughput:
-        """Rates of a step that all ranks did together."""
-        found = self._measure(tokens, seconds, flops_per_token)
-        if found.mfu is None or found.mfu <= 1.0:
-            return found
+        """Compute the rates of a step of all ranks."""
+        throughput = self._measure(tokens, seconds, flops_per_token)
+        if throughput.mfu is None or throughput.mfu <= 1.0:
+            return throughput
         if not self._has_risen:
             logger.info(
-                "a step reached %.0f%% of the measured ceiling of matrix products (%s a device): the ceiling was measured too low, "
-                "perhaps on a busy machine; from here on MFU is a share of the fastest step",
-                100.0 * found.mfu,
+                "a step reached %.0f%% of the measured matmul ceiling (%s per device), "
+                "which is too low (busy machine?); MFU is now relative to the fastest step",
+                100.0 * throughput.mfu,
                 format_flops_per_second(self.matmul_flops_per_second),
             )
         self._has_risen = True
-        self.matmul_flops_per_second *= found.mfu
-        return replace(found, mfu=1.0)
+        self.matmul_flops_per_second *= throughput.mfu
+        return replace(throughput, mfu=1.0)
 
     def _measure(self, tokens: int, seconds: float, flops_per_token: float) -> Throughput:
         return measure_throughput(
@@ -74,7 +83,7 @@ class ThroughputMeter:
 
 
 class Smoothed:
-    """An exponential mean that is right from its first value on (no pull towards zero); values that are not finite pass by.
+    """Exponential mean without bias towards zero at the start; ignores non-finite values.
 
     >>> mean = Smoothed(half_life=1)
     >>> [round(mean.add(value), 3) for value in (4.0, 4.0, 1.0)]
@@ -87,7 +96,7 @@ class Smoothed:
         self._weight = 0.0
 
     def add(self, value: float) -> float:
-        """Take a value in; returns the mean."""
+        """Add a value and return the mean."""
         if math.isfinite(value):
             self._sum = self._keep * self._sum + (1 - self._keep) * value
             self._weight = self._keep * self._weight + (1 - self._keep)
@@ -100,10 +109,11 @@ class Smoothed:
 
 
 class Progress:
-    """Smoothed numbers for a person who watches, fed by the events themselves.
+    """Smoothed metrics for display, computed from the events.
 
-    Time left is the remaining steps at their smoothed pace, stretched by the share of time that goes into evaluations and
-    checkpoints; the first step of a process (compilation, caches) does not count.
+    The time left is the number of remaining steps times the smoothed step time, increased by
+    the share of time spent in evaluations and checkpoints; the first step of a process
+    (compilation, caches) is ignored.
     """
 
     def __init__(self) -> None:
@@ -120,7 +130,7 @@ class Progress:
         self._overhead = 1.0
 
     def on_event(self, event: Event) -> None:
-        """Take an event in."""
+        """Update the metrics with an event."""
         if isinstance(event, RunStarted):
             self.total_steps = event.total_steps
             self._steps_of_process = 0
@@ -145,20 +155,20 @@ class Progress:
 
     @property
     def loss(self) -> float:
-        """Training loss, mean over about the last ten steps."""
+        """Training loss, exponential mean with a half-life of ten steps."""
         return self._loss.value
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks together."""
         return self._tokens_per_second.value if self._steps_of_process > 1 else self._first_tokens_per_second
 
     @property
     def mfu(self) -> float:
-        """0 to 1; NaN where it is not known."""
+        """Model FLOPs utilisation, 0 to 1; NaN if unknown."""
         return self._mfu.value
 
     @property
     def remaining_seconds(self) -> float:
-        """Until the last step; NaN before two steps are done."""
+        """Estimated seconds until the last step; NaN before two steps are done."""
         return max(0, self.total_steps - self.step) * self._step_seconds.value * self._overhead

@@ -1,4 +1,7 @@
-"""The newest numbers of runs as Prometheus text (exposition format 0.0.4). Imports no torch and no client library."""
+"""Metrics of runs as Prometheus text (exposition format 0.0.4).
+
+Imports no torch and no client library.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +14,41 @@ from shardwright.telemetry.goodput import measure_goodput
 _Labels = tuple[tuple[str, str], ...]
 
 _HELP = {
-    "step": "Optimizer steps done.",
-    "total_steps": "Where the run means to end.",
-    "last_event_timestamp_seconds": "When the run last said anything.",
-    "useful_seconds": "Wall time in steps that are in the weights.",
+    "step": "Completed optimizer steps.",
+    "total_steps": "Last step of the run.",
+    "last_event_timestamp_seconds": "Time of the newest event.",
+    "useful_seconds": "Wall time of steps that contribute to the weights.",
     "wall_seconds": "Wall time since the first start.",
-    "lost_seconds": "Wall time that went into anything else.",
-    "checkpoint_step": "The newest whole checkpoint.",
-    "resumes": "How often the run was resumed.",
-    "skipped_steps": "Steps that left the weights as they were.",
-    "rank_own_seconds": "A rank's step without waiting for others.",
-    "rank_step_seconds": "A rank's step.",
-    "rank_wait_seconds": "What a rank waited for others, by cut.",
-    "rank_temperature_celsius": "A rank's device.",
+    "lost_seconds": "Wall time spent on anything else, by part.",
+    "checkpoint_step": "Step of the newest complete checkpoint.",
+    "resumes": "Number of resumes.",
+    "skipped_steps": "Number of steps without an update.",
+    "rank_own_seconds": "Step time of a rank without waiting for other ranks.",
+    "rank_step_seconds": "Step time of a rank.",
+    "rank_wait_seconds": "Time a rank waited for other ranks, by kind of parallelism.",
+    "rank_temperature_celsius": "Temperature of a rank's device.",
 }
 
 
 def write_metrics(runs: Iterable[tuple[str, Sequence[Event]]]) -> str:
-    """The metrics of runs by name: everything is a gauge, labelled with its run.
+    """Format the metrics of runs; every metric is a gauge with a label `run`.
 
     >>> from shardwright.telemetry.events import Warned
     >>> print(write_metrics([("a", [Warned(message="x", time=5.0)])]).splitlines()[2])
     shardwright_last_event_timestamp_seconds{run="a"} 5
     """
-    found: dict[str, list[tuple[_Labels, float]]] = {}
+    rows_by_metric: dict[str, list[tuple[_Labels, float]]] = {}
     for name, events in runs:
         for metric, labels, value in _metrics_of(list(events)):
-            found.setdefault(metric, []).append(((("run", name), *labels), value))
+            rows_by_metric.setdefault(metric, []).append(((("run", name), *labels), value))
     lines = []
-    for metric, rows in sorted(found.items()):
-        lines.append(f"# HELP shardwright_{metric} {_HELP.get(metric, 'Of the newest event that tells it.')}")
+    for metric, rows in sorted(rows_by_metric.items()):
+        help_text = _HELP.get(metric, "Value from the newest event that has it.")
+        lines.append(f"# HELP shardwright_{metric} {help_text}")
         lines.append(f"# TYPE shardwright_{metric} gauge")
         for labels, value in rows:
-            told = ",".join(f'{label}="{_escape(text)}"' for label, text in labels)
-            lines.append(f"shardwright_{metric}{{{told}}} {_write(value)}")
+            label_text = ",".join(f'{label}="{_escape(text)}"' for label, text in labels)
+            lines.append(f"shardwright_{metric}{{{label_text}}} {_write(value)}")
     return "\n".join(lines) + "\n" if lines else ""
 
 
@@ -57,23 +61,23 @@ def _metrics_of(events: list[Event]) -> Iterable[tuple[str, _Labels, float]]:
     yield "wall_seconds", (), goodput.wall_seconds
     for name, seconds in goodput.lost_seconds.items():
         yield "lost_seconds", (("part", name),), seconds
-    kept = surviving(events)
+    remaining_events = surviving(events)
     yield "resumes", (), sum(isinstance(event, Resumed) for event in events)
-    yield "skipped_steps", (), sum(isinstance(event, SkippedStep) for event in kept)
+    yield "skipped_steps", (), sum(isinstance(event, SkippedStep) for event in remaining_events)
     newest: dict[type[Event], Event] = {}
-    for event in kept:
+    for event in remaining_events:
         newest[type(event)] = event
     if isinstance(start := newest.get(RunStarted), RunStarted):
         yield "total_steps", (), start.total_steps
     if (saved := newest.get(Checkpoint)) is not None and saved.step is not None:
         yield "checkpoint_step", (), saved.step
     for kind in (Step, Evaluation):
-        found = newest.get(kind)
-        if found is None:
+        newest_event = newest.get(kind)
+        if newest_event is None:
             continue
         if kind is Step:
-            yield "step", (), found.step or 0
-        for name, value in scalars_of(found).items():
+            yield "step", (), newest_event.step or 0
+        for name, value in scalars_of(newest_event).items():
             metric, _, rank = name.replace("/", "_").partition("_rank_")
             yield metric, (("rank", rank),) if rank else (), value
     if isinstance(ranks := newest.get(Ranks), Ranks):
@@ -84,9 +88,9 @@ def _metrics_of_ranks(event: Ranks) -> Iterable[tuple[str, _Labels, float]]:
     for rank, seconds in enumerate(event.own_seconds):
         yield "rank_own_seconds", (("rank", str(rank)),), seconds
         yield "rank_step_seconds", (("rank", str(rank)),), event.step_seconds[rank]
-    for cut, row in event.wait_seconds.items():
+    for parallelism, row in event.wait_seconds.items():
         for rank, seconds in enumerate(row):
-            yield "rank_wait_seconds", (("rank", str(rank)), ("cut", cut)), seconds
+            yield "rank_wait_seconds", (("rank", str(rank)), ("cut", parallelism)), seconds
     for rank, degrees in enumerate(event.temperature_celsius or ()):
         yield "rank_temperature_celsius", (("rank", str(rank)),), degrees
 
@@ -96,7 +100,7 @@ def _escape(text: str) -> str:
 
 
 def _write(value: float) -> str:
-    """Prometheus writes what is not finite as NaN, +Inf and -Inf."""
+    """Format a value; Prometheus writes non-finite values as NaN, +Inf and -Inf."""
     if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):

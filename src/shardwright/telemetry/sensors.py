@@ -1,4 +1,4 @@
-"""Temperature and throttling of an NVIDIA device, through NVML where its Python package (nvidia-ml-py) is installed."""
+"""Temperature and throttling of NVIDIA devices, read by NVML if nvidia-ml-py is installed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 THROTTLE_REASONS = {
-    0x0000000000000004: "power",  # software power cap: the board is at its limit
+    0x0000000000000004: "power",  # software power cap: the board is at its power limit
     0x0000000000000008: "hardware",
     0x0000000000000020: "heat",  # software thermal
     0x0000000000000040: "heat (hardware)",
     0x0000000000000080: "power brake",
 }
-"""NVML's `nvmlClocksThrottleReason*` that slow a device down under load; idle and application clocks are none of these."""
+"""NVML's `nvmlClocksThrottleReason*` that slow a device down under load, without idle and
+application clocks."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a device says of itself now."""
+    """Sensor values of a device at one moment."""
 
     temperature_celsius: float = 0.0
-    """0 where it does not say."""
+    """Temperature, 0 if unknown."""
     throttle_bits: int = 0
-    """As NVML gives them."""
+    """Bit mask of throttle reasons, as defined by NVML."""
 
     @property
     def throttled(self) -> str:
-        """Why its clocks are held down; empty where they are not.
+        """Reasons for reduced clocks; empty if there are none.
 
         >>> Reading(throttle_bits=0x24).throttled
         'power, heat'
@@ -39,13 +40,14 @@ class Reading:
 
 
 class Sensor:
-    """One device's sensors. A reading takes some tens of microseconds; one that fails is empty."""
+    """Sensors of one device. A reading takes tens of microseconds; if it fails, it is empty."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
+        self._nvml = nvml
+        self._handle = handle
 
     def read(self) -> Reading:
-        """Temperature and throttling now."""
+        """Read temperature and throttling."""
         try:
             return Reading(
                 float(self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)),
@@ -56,7 +58,7 @@ class Sensor:
 
 
 def open_sensor(uuid: str) -> Sensor | None:
-    """The sensors of the device with this UUID (as CUDA spells it); None, with a line in the log, where there is no NVML."""
+    """Open the sensors of the device with this CUDA UUID; None if NVML is unavailable."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

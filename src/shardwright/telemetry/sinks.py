@@ -1,6 +1,7 @@
-"""Where events are shown: a sink takes every event and shows what it likes. Here: lines of text.
+"""Sinks that show events as lines of text, and the protocol of all sinks.
 
-The bar is in terminal.py, TensorBoard and Weights & Biases in exporters.py; speaker.py hands the events out.
+The progress bar is `telemetry.terminal`; exporters such as TensorBoard are in
+`telemetry.exporters`.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from shardwright.units import format_bytes, format_count, format_seconds
 
 
 class Sink(Protocol):
-    """Something that shows events."""
+    """Receiver of events that shows or exports them."""
 
     def on_event(self, event: Event) -> None:
-        """Show the event, or pass it by."""
+        """Show the event, or ignore it."""
 
     def close(self) -> None:
-        """Show nothing more; let go of files and the screen."""
+        """Release files and the terminal; no event follows."""
 
 
 def format_loss(loss: float) -> str:
-    """
+    """Format a loss with about five significant digits.
+
     >>> format_loss(2.34567), format_loss(float("nan")), format_loss(123.4)
     ('2.3457', 'nan', '123.4')
     """
@@ -50,39 +52,48 @@ def format_loss(loss: float) -> str:
 
 
 def describe(event: Event, progress: Progress | None = None) -> str:
-    """The event as one plain line, without the time. `progress` adds the time left to a step."""
+    """Describe an event in one line, without its time; `progress` adds the time left."""
     match event:
         case RunStarted():
             devices = _count_devices(event.devices)
             host = "" if event.host in devices else f" on {event.host}"
             return (
-                f"{event.name}: {format_count(event.num_parameters)} parameters, layout {event.layout}, "
+                f"{event.name}: {format_count(event.num_parameters)} parameters, "
+                f"layout {event.layout}, "
                 f"{devices}{host}, {event.total_steps:,} steps of {_at_most(event)}"
-                f"{format_count(event.global_batch_tokens)} tokens, {_describe_precision(event)}"
+                f"{format_count(event.global_batch_tokens)} tokens, "
+                f"{_describe_precision(event)}"
             )
         case Step():
             return _describe_step(event, progress)
         case Evaluation():
             best = "  best so far" if event.best else ""
             return (
-                f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  perplexity {event.perplexity:.4g}"
+                f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  "
+                f"perplexity {event.perplexity:.4g}"
                 f"  ({format_seconds(event.seconds)}){best}"
             )
         case Checkpoint():
-            size, seconds = format_bytes(event.size_bytes), format_seconds(event.seconds)
-            name = PurePath(event.path).name  # of the run folder's checkpoints: the whole path would fill the line
-            background = event.stall_seconds is not None and event.stall_seconds < 0.9 * event.seconds
-            stall = f", training waited {format_seconds(event.stall_seconds or 0.0)}" if background else ""
+            size = format_bytes(event.size_bytes)
+            seconds = format_seconds(event.seconds)
+            name = PurePath(event.path).name  # the whole path would fill the line
+            stall = ""
+            if event.stall_seconds is not None and event.stall_seconds < 0.9 * event.seconds:
+                stall = f", training waited {format_seconds(event.stall_seconds)}"
             return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
         case Profiled():
-            ranks, error = f"{event.ranks} rank{'s' if event.ranks != 1 else ''}", format_seconds(event.clock_error_seconds)
-            return f"profile of step {event.step:,}  {event.path}  ({ranks} on one clock, within {error})"
+            ranks = f"{event.ranks} rank{'s' if event.ranks != 1 else ''}"
+            error = format_seconds(event.clock_error_seconds)
+            clocks = f"clocks aligned within {error}"
+            return f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
         case Resumed():
             return f"resumed at step {event.step:,} from {event.path}"
         case RolledBack():
             return (
-                f"back from step {event.from_step:,} to step {event.step:,} ({PurePath(event.path).name}): {event.reason}; "
-                f"{event.num_samples:,} samples from position {event.first_sample:,} on are left out"
+                f"rolled back from step {event.from_step:,} to step {event.step:,} "
+                f"({PurePath(event.path).name}): {event.reason}; "
+                f"skipping {event.num_samples:,} samples from position {event.first_sample:,} "
+                "on"
             )
         case SkippedStep():
             scale = f", loss scale now {event.loss_scale:g}" if event.loss_scale is not None else ""
@@ -95,18 +106,20 @@ def describe(event: Event, progress: Progress | None = None) -> str:
             return f"asked to stop ({event.reason})" + (f" at step {event.step:,}" if event.step is not None else "")
         case RunFinished():
             loss = f", loss {format_loss(event.final_loss)}" if event.final_loss is not None else ""
-            return f"{event.status} after {format_seconds(event.total_seconds)}, {format_count(event.total_tokens)} tokens{loss}"
+            tokens = f"{format_count(event.total_tokens)} tokens"
+            return f"{event.status} after {format_seconds(event.total_seconds)}, {tokens}{loss}"
     raise AssertionError(f"{event.kind} has no line")
 
 
 def _at_most(event: RunStarted) -> str:
-    """Where rows end with the longest of their micro-batch a step has fewer tokens than its rows have places."""
+    """Return "at most " if rows are trimmed, so that steps differ in number of tokens."""
     return "at most " if event.plan.get("batch", {}).get("row_multiple") else ""
 
 
 def _describe_precision(event: RunStarted) -> str:
-    """The kind, and why `precision: auto` came to it; runs of earlier versions have no reason."""
-    kind, reason = event.plan.get("precision", {}).get("kind", "unknown precision"), event.plan.get("precision_reason")
+    """Describe the precision and, except in old runs, why `precision: auto` chose it."""
+    kind = event.plan.get("precision", {}).get("kind", "unknown precision")
+    reason = event.plan.get("precision_reason")
     return kind if reason is None else f"{kind} (precision auto: {reason})"
 
 
@@ -129,7 +142,7 @@ def _describe_step(event: Step, progress: Progress | None) -> str:
 
 
 def format_remaining(progress: Progress) -> str:
-    """Time left in whole seconds at least; empty while it is not known and when nothing is left."""
+    """Format the time left, in whole seconds or longer units; empty if unknown or zero."""
     seconds = progress.remaining_seconds
     if not math.isfinite(seconds) or progress.step >= progress.total_steps:
         return ""
@@ -141,7 +154,8 @@ def _of_rank(rank: int | None) -> str:
 
 
 def _count_devices(devices: Sequence[str]) -> str:
-    """
+    """Count devices by name.
+
     >>> _count_devices(("cpu", "cpu"))
     '2 x cpu'
     """
@@ -149,7 +163,7 @@ def _count_devices(devices: Sequence[str]) -> str:
 
 
 class PlainLines:
-    """One line per event on a stream that is no terminal; steps every `every_steps`, the last one always."""
+    """Sink that writes one line per event; for steps every `every_steps`-th and the last."""
 
     def __init__(self, stream: TextIO, *, every_steps: int = 1, timestamps: bool = False) -> None:
         self._stream = stream
@@ -169,11 +183,11 @@ class PlainLines:
         self._stream.flush()
 
     def close(self) -> None:
-        """The stream is its owner's to close."""
+        """Leave the stream open; its owner closes it."""
 
 
 class LogFile(PlainLines):
-    """The plain lines with the time of day, appended to a file."""
+    """Sink that appends the lines of `PlainLines` with date and time to a file."""
 
     def __init__(self, path: Path, *, every_steps: int = 1) -> None:
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
@@ -185,18 +199,18 @@ class LogFile(PlainLines):
 
 
 class RankedErrors:
-    """What a rank other than 0 says: its warnings and failures, each line with the rank."""
+    """Sink of ranks other than 0: writes warnings and failures, each line with the rank."""
 
     def __init__(self, rank: int, stream: TextIO) -> None:
         self._rank = rank
         self._stream = stream
 
     def on_event(self, event: Event) -> None:
-        """Write warnings and failures, pass all else by."""
+        """Write warnings and failures; ignore other events."""
         if isinstance(event, Warned | Failed):
             for line in event.message.splitlines():
                 self._stream.write(f"[rank {self._rank}] {event.kind}: {line}\n")
             self._stream.flush()
 
     def close(self) -> None:
-        """The stream is its owner's to close."""
+        """Leave the stream open; its owner closes it."""

@@ -1,11 +1,13 @@
-"""Hands each event to the file and to every sink; the one thing that a trainer talks to.
+"""Logging of events to the event file and to sinks.
 
-    Speaker ── EventWriter          events.jsonl, the source
-            ├─ Terminal | PlainLines    standard error, for the person who waits
-            ├─ LogFile                  log.txt, the same lines with the time
-            └─ TensorBoard, WeightsAndBiases, MLflow
+On rank 0 every event goes to
 
-Rank 0 speaks. Other ranks have a Speaker too, but it only passes their warnings and failures on, with the rank.
+- `EventWriter`: events.jsonl, the source of all reports
+- `Terminal` or `PlainLines`: standard error
+- `LogFile`: log.txt, the same lines with date and time
+- exporters: `TensorBoard`, `WeightsAndBiases`, `MLflow`
+
+Other ranks write only warnings and failures to standard error, with the rank.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ LOG_NAME = "log.txt"
 
 
 class Speaker:
-    """Writes each event to the file first, then shows it in every sink; the one thing that a trainer talks to.
+    """Logger that writes each event to the event file first, then to every sink.
 
-    A sink that raises is turned off with one warning event; only the event file itself may stop the run.
+    A sink that raises is disabled with one warning event; only errors of the event file stop
+    the run.
     """
 
     def __init__(self, writer: EventWriter | None, sinks: Iterable[Sink]) -> None:
@@ -36,17 +39,18 @@ class Speaker:
         self._sinks = list(sinks)
 
     def write(self, kind: str, **values: Any) -> Event:
-        """`emit` the event of a kind (see `make_event`)."""
+        """Build an event of a kind (see `make_event`) and log it with `emit`."""
         return self.emit(make_event(kind, **values))
 
     def emit(self, event: Event) -> Event:
-        """Write and show an event; returns it as written, with its clocks."""
+        """Write an event to the file and to all sinks; return it as written, with its times."""
         if self._writer is not None:
             event = self._writer.append(event)
         for sink in tuple(self._sinks):
             try:
                 sink.on_event(event)
-            except Exception as error:  # whatever a terminal, a disk or a service may throw: the run is worth more
+            except Exception as error:
+                # no error of a terminal, a disk or a service may stop the run
                 self._turn_off(sink, error)
         return event
 
@@ -54,9 +58,12 @@ class Speaker:
         if sink not in self._sinks:
             return
         self._sinks.remove(sink)
-        with contextlib.suppress(Exception):  # it is broken already, and the warning below says so
+        # The sink already failed; the warning below reports it.
+        with contextlib.suppress(Exception):
             sink.close()
-        self.emit(Warned(message=f"{type(sink).__name__} is off for the rest of the run: {type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+        message = f"{type(sink).__name__} is off for the rest of the run: {reason}"
+        self.emit(Warned(message=message))
 
     def close(self) -> None:
         """Close all sinks, then the event file."""
@@ -84,13 +91,14 @@ def open_speaker(
     log_every_steps: int = 1,
     stream: TextIO | None = None,
 ) -> Speaker:
-    """The speaker of a rank.
+    """Open the event logger of a rank.
 
-    Rank 0 gets the event file, log.txt, the terminal (a bar on a terminal, plain lines elsewhere) and the exporters named
-    (`tensorboard`, `wandb`, `mlflow`); every other rank only says its warnings and failures.
+    Rank 0 gets the event file, log.txt, `stream` (a progress bar on a terminal, else plain
+    lines) and the given exporters (`tensorboard`, `wandb`, `mlflow`); other ranks only write
+    warnings and failures to `stream`, by default standard error.
 
     Raises:
-        InputError: an exporter whose package is missing, or another process writes this run.
+        InputError: the package of an exporter is missing, or another process writes this run.
         RunFailed: the run folder cannot be written.
     """
     stream = sys.stderr if stream is None else stream

@@ -1,4 +1,4 @@
-"""The progress bar of a run on a terminal: one live line, and above it a line for each thing that is not a step."""
+"""Progress bar of a run on a terminal: one live line, below a line per other event."""
 
 from __future__ import annotations
 
@@ -52,53 +52,57 @@ _STYLES: dict[type[Event], str] = {
 
 
 class StatusLine:
-    """The live line: bar, step, loss, tokens/s, memory, MFU, time left. Where it is narrow, MFU goes first, the loss last."""
+    """Live line with bar, step, loss, tokens/s, memory, MFU and time left.
+
+    On a narrow terminal MFU is dropped first and the loss last.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.memory_bytes = 0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw into the width there is."""
+        """Draw the line into the available width."""
         progress = self.progress
         count = Text(f"{progress.step:,}/{progress.total_steps:,}")
-        known: list[tuple[str, Text]] = []  # in order of how much they are missed where it is narrow
+        # By importance: a narrow terminal drops the last ones.
+        segments: list[tuple[str, Text]] = []
         if math.isfinite(progress.loss):
-            known.append(("loss", Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold"))))
-        left = format_remaining(progress)
-        if left:
-            known.append(("left", Text.assemble(left, (" left", "dim"))))
+            segments.append(("loss", Text.assemble(("loss ", "dim"), (format_loss(progress.loss), "bold"))))
+        time_left = format_remaining(progress)
+        if time_left:
+            segments.append(("left", Text.assemble(time_left, (" left", "dim"))))
         if math.isfinite(progress.tokens_per_second):
-            known.append(("speed", Text.assemble(format_count(progress.tokens_per_second), (" tokens/s", "dim"))))
+            segments.append(("speed", Text.assemble(format_count(progress.tokens_per_second), (" tokens/s", "dim"))))
         if self.memory_bytes:
-            known.append(("memory", Text(format_bytes(self.memory_bytes))))
+            segments.append(("memory", Text(format_bytes(self.memory_bytes))))
         if math.isfinite(progress.mfu):
-            known.append(("mfu", Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}")))
-        # Two columns stay free for the `^C` that a terminal echoes: on a full line it would wrap, and leave the line behind.
-        room = options.max_width - 2 - _MIN_BAR_WIDTH - 2 - count.cell_len
+            segments.append(("mfu", Text.assemble(("MFU ", "dim"), f"{progress.mfu:.0%}")))
+        # Keep two columns free for the echoed `^C`, which would wrap on a full line.
+        available_width = options.max_width - 2 - _MIN_BAR_WIDTH - 2 - count.cell_len
         fitting = []
-        for name, text in known:
-            if text.cell_len + 2 <= room:
-                room -= text.cell_len + 2
+        for name, text in segments:
+            if text.cell_len + 2 <= available_width:
+                available_width -= text.cell_len + 2
                 fitting.append((name, text))
-        fitting.sort(key=lambda pair: pair[0] == "left")  # the time left stands at the end
-        shown = [text for _, text in fitting]
+        fitting.sort(key=lambda pair: pair[0] == "left")  # show the time left at the end
+        texts = [text for _, text in fitting]
         line = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         bar = ProgressBar(
             total=max(1, progress.total_steps),
             completed=progress.step,
-            width=min(_MAX_BAR_WIDTH, _MIN_BAR_WIDTH + max(0, room)),
+            width=min(_MAX_BAR_WIDTH, _MIN_BAR_WIDTH + max(0, available_width)),
             complete_style="cyan",
             finished_style="green",
         )
-        line.add_row(bar, count, *shown)
+        line.add_row(bar, count, *texts)
         yield line
 
 
 class Terminal:
-    """Draws the status line in place on a terminal. Its stream is standard error, so that standard output stays clean.
+    """Sink that draws the status line on a terminal (standard error, not standard output).
 
-    No thread redraws: the line moves when an event comes, at most ten times a second, and costs the run nothing between.
+    There is no drawing thread: an event updates the line, at most ten times a second.
     """
 
     def __init__(self, stream: TextIO, *, width: int | None = None) -> None:
@@ -109,7 +113,7 @@ class Terminal:
         self._drawn_at = -math.inf
 
     def on_event(self, event: Event) -> None:
-        """Move the bar for a step; print a line above it for anything else."""
+        """Update the bar for a step; print a line above it for any other event."""
         self._progress.on_event(event)
         if isinstance(event, MEASUREMENTS):
             return
@@ -119,7 +123,7 @@ class Terminal:
             self._draw(at_once=event.step == self._progress.total_steps)
             return
         if isinstance(event, RunFinished | Failed):
-            self.close()  # the last word stands below the bar
+            self.close()  # print the last line below the bar
         stopped_early = isinstance(event, RunFinished) and event.status != "completed"
         self._console.print(Text(describe(event), style="yellow" if stopped_early else _STYLES[type(event)]))
         if isinstance(event, RunStarted | Resumed):
@@ -136,7 +140,8 @@ class Terminal:
         self._live.refresh()
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the cursor back."""
+        """Stop updating the bar and restore the cursor."""
         if self._live is not None:
-            live, self._live = self._live, None
+            live = self._live
+            self._live = None
             live.stop()

@@ -56,7 +56,7 @@ def test_export_takes_the_precision_of_the_training(run: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["generate", "RUN", "--prompt", "abcX"], "does not know this character"),
+        (["generate", "RUN", "--prompt", "abcX"], "has no id for a character"),
         (["generate", "RUN", "--prompt", "a" * 25], "longer than the model's positions"),
         (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
         (["generate", "RUN", "--prompt", "a", "--checkpoint", "9"], "no such checkpoint"),

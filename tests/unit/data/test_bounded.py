@@ -59,8 +59,8 @@ def refusal(folder: Path, path: Any, **options: Any) -> str:
 def test_a_source_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     IRREGULAR[kind](tmp_path / "a.jsonl")
     told = refusal(tmp_path, str(tmp_path / "a.jsonl"))
-    assert f"data.sources.0.path: this is a {kind}" in told
-    assert "Write what comes from it into a file" in told
+    assert f"data.sources.0.path: the path is a {kind}" in told
+    assert "Write its content to a regular file" in told
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
@@ -70,7 +70,7 @@ def test_among_files_it_is_passed_over_with_a_warning(tmp_path: Path, kind: str,
     (tmp_path / "set" / "more").symlink_to(tmp_path)
     with caplog.at_level(logging.WARNING, logger="shardwright"):
         assert prepare(recipe_of(tmp_path, str(tmp_path / "set"))).report.num_files == 1
-    assert f"passed over, as they are no regular files: b.jsonl (a {kind}), more (a link to a folder)" in caplog.text
+    assert f"skipped, because they are not regular files: b.jsonl (a {kind}), more (a link to a folder)" in caplog.text
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
@@ -86,12 +86,12 @@ def test_a_file_that_turns_into_something_else_is_not_waited_for(tmp_path: Path,
 def test_links_that_lead_nowhere_are_errors(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.txt").symlink_to(tmp_path / "set" / "b.txt")
-    assert "a link leads nowhere" in refusal(tmp_path, str(tmp_path / "set"))
+    assert "a link is broken" in refusal(tmp_path, str(tmp_path / "set"))
     (tmp_path / "set" / "b.txt").symlink_to(tmp_path / "set" / "a.txt")
     assert "Too many levels of symbolic links" in refusal(tmp_path, str(tmp_path / "set"))
     assert "Too many levels of symbolic links" in refusal(tmp_path, str(tmp_path / "set" / "a.txt"))
     excluded = {"path": str(tmp_path / "set"), "exclude": ["a.txt", "b.txt"]}
-    assert "no file in this folder" in refusal(tmp_path, excluded)
+    assert "no file in the folder" in refusal(tmp_path, excluded)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "template"])
@@ -143,7 +143,7 @@ def test_a_line_without_an_end_is_an_error_at_last(tmp_path: Path, monkeypatch: 
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' + b"x" * 8000 + b"\n"))
     assert [row.reason for row in read_rows(path, "jsonl", "gzip")] == ["", "longer than 1,000 characters"]
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' + b"x" * 20_000))
-    with pytest.raises(DataError, match="a line without an end") as caught:
+    with pytest.raises(DataError, match="a line does not end") as caught:
         list(read_rows(path, "jsonl", "gzip"))
     assert caught.value.field == f"{path}:2"
     assert "10,000 characters" in str(caught.value)
@@ -156,7 +156,7 @@ def test_text_without_a_place_to_cut_has_a_limit(tmp_path: Path, monkeypatch: py
     path.write_text("some words\n" * 3 + "x" * 5000)
     told = refusal(tmp_path, str(path))
     assert f"{path}:4" in told
-    assert "without a single line end or space" in told
+    assert "without a line end or a space" in told
     assert "4,000 characters" in told
     for name, texts in (("words", ["word " * 2000]), ("unbroken", ["fine"] * 200 + ["x" * 5000])):
         written = write_json_lines(tmp_path / f"{name}.jsonl", texts)
@@ -171,7 +171,7 @@ def test_text_without_a_place_to_cut_has_a_limit(tmp_path: Path, monkeypatch: py
         else:
             assert len(pieces) == 200
             assert [item.line for item in broken] == [201]
-            assert "4,000 characters without a border" in broken[0].reason
+            assert "4,000 characters without a space" in broken[0].reason
 
 
 def test_long_records_in_pieces_give_the_ids_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_an_object_of_many_fields_is_read_once(tmp_path: Path) -> None:
     fields = ", ".join(f'"k{number}": 0' for number in range(100_000))
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{{fields}, "twice": 1, "twice": 2}}\n')
-    assert [row.reason for row in read_rows(path, "jsonl", None)] == ["the field 'twice' is there twice"]
+    assert [row.reason for row in read_rows(path, "jsonl", None)] == ["the field 'twice' occurs twice"]
 
 
 def test_numbers_of_many_digits_are_told_by_line(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_numbers_of_many_digits_are_told_by_line(tmp_path: Path) -> None:
     rows = list(read_rows(path, "json", None))
     assert [(row.line, row.value, row.reason) for row in rows] == [
         (1, {"a": 1}, ""),
-        (2, None, "a number of 5,000 digits"),
+        (2, None, "a number has 5,000 digits"),
         (3, {"a": 3}, ""),
     ]
 

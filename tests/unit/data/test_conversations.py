@@ -162,7 +162,7 @@ def test_broken_when_encoded_counts_as_broken(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.jsonl", *CHATS, {"messages": turns("a bomb", "b")})
     recipe = chat_recipe(tmp_path, path, template=THROWS)
     for _ in range(2):  # the second time out of the cache
-        with pytest.raises(DataError, match=r"a\.jsonl:41 the chat template throws: TemplateError: no bombs.*1 of 41"):
+        with pytest.raises(DataError, match=r"a\.jsonl:41 the chat template raises TemplateError: no bombs.*1 of 41"):
             prepare(recipe)
 
 
@@ -198,7 +198,7 @@ def test_loss_weights_reach_the_tokens_of_their_turns(tmp_path: Path, packing: s
 
 def test_an_enormous_record_is_set_aside_by_file_and_line(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.jsonl", *CHATS, {"messages": turns("a", "b" * 5000)})
-    with pytest.raises(DataError, match=r"a\.jsonl:41 5,\d+ characters, where data\.max_record_characters allows 5,000.*1 of 41"):
+    with pytest.raises(DataError, match=r"a\.jsonl:41 5,\d+ characters, but data\.max_record_characters allows 5,000.*1 of 41"):
         prepare(chat_recipe(tmp_path, path, max_record_characters=5000))
     prepared = prepare(chat_recipe(tmp_path, path, max_record_characters=5000, max_broken_fraction=0.03))
     assert learnt(prepared) == answers(CHATS)
@@ -226,7 +226,7 @@ def test_everything_supervised_by_accident_is_an_error(tmp_path: Path) -> None:
 
 
 def test_windows_over_conversations_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="windows run across the borders"):
+    with pytest.raises(DataError, match="windows would cross the boundaries"):
         prepare(chat_recipe(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), packing="windows"))
 
 

@@ -55,36 +55,36 @@ def test_files_that_are_passed_over_are_counted(tmp_path: Path, caplog: pytest.L
         (tmp_path / "set" / name).write_text("a,b")
     with caplog.at_level(logging.WARNING, logger="shardwright"):
         prepared(tmp_path, str(tmp_path / "set"))
-    assert "data.sources.0.path: files passed over, whose format is not read: 2 .csv, 1 .png" in caplog.text
+    assert "data.sources.0.path: skipped files of unsupported formats: 2 .csv, 1 .png" in caplog.text
 
 
 def test_a_source_that_is_there_twice_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_records(tmp_path / "set" / "a.jsonl", *CHATS)
     with caplog.at_level(logging.WARNING, logger="shardwright"):
         prepared(tmp_path, [path, str(tmp_path / "set")])
-    assert "data.sources.1.path: 1 of its files belong to a source before it" in caplog.text
+    assert "data.sources.1.path: 1 of its files also belong to an earlier source" in caplog.text
 
 
 def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
     empty, full = parquet(tmp_path / "empty.parquet", []), parquet(tmp_path / "full.parquet", CHATS)
-    assert "hold no text" in refusal(tmp_path, empty)
+    assert "contain no text" in refusal(tmp_path, empty)
     report = prepared(tmp_path, [empty, full]).report
     assert (report.records.num_empty_files, report.train.counts.num_documents) == (1, len(CHATS))
 
 
 def test_records_within_one_object_are_found_out(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": CHATS}))
-    assert "the records are in its field 'data'" in refusal(tmp_path, str(tmp_path / "a.json"))
+    assert "the records in its field 'data'" in refusal(tmp_path, str(tmp_path / "a.json"))
 
 
 def test_objects_over_several_lines_are_no_json_lines(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(chat, indent=1) for chat in CHATS))
-    assert "One line of JSON lines is one record" in refusal(tmp_path, str(tmp_path / "a.jsonl"))
+    assert "JSON lines have one record per line" in refusal(tmp_path, str(tmp_path / "a.jsonl"))
 
 
 def test_a_template_that_is_none_is_no_fault_of_the_records(tmp_path: Path) -> None:
     told = refusal(tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), template="{% for m in messages %}\n{{ m")
-    assert told.startswith("data.chat_template: the chat template is no Jinja")
+    assert told.startswith("data.chat_template: the chat template is not valid Jinja")
     assert "line 2: {{ m" in told
 
 

@@ -236,14 +236,14 @@ def test_broken_records_are_reported_also_from_the_cache(tmp_path: Path, caplog:
         report = prepare(of(0.01)).report
         assert (report.records.num_records, report.records.num_broken) == (120, 1)
         assert [(item.file, item.line) for item in report.records.broken] == [("a.jsonl", 5)]
-        assert "set aside 1 of 120 records" in caplog.text
+        assert "skipped 1 of 120 records" in caplog.text
     with pytest.raises(DataError, match=r"a\.jsonl:5 not JSON"):
         prepare(of(0.0))
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "problem"),
-    [("huggingface", "no tokenizer is named"), ({"kind": "huggingface", "path": "absent"}, "no such folder")],
+    [("huggingface", "no tokenizer is set"), ({"kind": "huggingface", "path": "absent"}, "no such folder")],
 )
 def test_a_tokenizer_that_is_not_there(tmp_path: Path, tokenizer: Any, problem: str) -> None:
     with pytest.raises(TokenizerError, match=problem):

@@ -67,7 +67,7 @@ def test_an_array_that_is_cut_short_is_told_at_its_line(tmp_path: Path, keep: in
     *good, last = rows_of(tmp_path / "a.json", "json")
     assert [row.value for row in good] == ROWS[: len(good)]
     assert last.value is None
-    assert "cut short" in last.reason
+    assert "truncated" in last.reason
 
 
 def test_an_array_that_is_damaged_inside_is_an_error_with_its_line(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_an_array_that_is_damaged_inside_is_an_error_with_its_line(tmp_path: Pat
 def test_a_field_that_is_there_twice_is_not_read_as_its_last(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one", "text": "two"}\n{"text": "three"}\n')
     first, second = rows_of(tmp_path / "a.jsonl", "jsonl")
-    assert first == Row(1, None, "the field 'text' is there twice")
+    assert first == Row(1, None, "the field 'text' occurs twice")
     assert second.value == {"text": "three"}
 
 
@@ -88,7 +88,7 @@ def test_so_it_is_in_an_array_and_what_follows_is_read(tmp_path: Path, monkeypat
     monkeypatch.setattr(records, "_BLOCK_CHARACTERS", block)
     (tmp_path / "a.json").write_text('[{"text": "one"},\n{"b": {"c": 1, "c": [2, 3]}, "d": 4},\n{"text": "three"}]')
     first, second, third = rows_of(tmp_path / "a.json", "json")
-    assert second == Row(2, None, "the field 'c' is there twice")
+    assert second == Row(2, None, "the field 'c' occurs twice")
     assert [first.value, third.value] == [{"text": "one"}, {"text": "three"}]
 
 
@@ -116,7 +116,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, form: str) -> N
     else:
         with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
-    with pytest.raises(DataError, match=r"twice.*text"):
+    with pytest.raises(DataError, match=r"same name.*text"):
         rows_of(path, form)
 
 

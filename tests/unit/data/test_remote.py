@@ -68,7 +68,7 @@ def test_a_folder_behind_a_url_with_what_is_chosen(tmp_path: Path, memory: fsspe
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("memory://nowhere/a.jsonl", "nothing to read there|cannot be reached"),
+        ("memory://nowhere/a.jsonl", "the URL has no files to read|cannot be reached"),
         ("nonsense://a/b.jsonl", r"data\.sources\.0\.path.*nonsense"),
     ],
 )

@@ -144,7 +144,7 @@ def test_parquet_of_dictionaries(tmp_path: Path) -> None:
     assert texts(Source(path=str(tmp_path / "a.parquet"))) == ["one", "two", "one"]
 
 
-@pytest.mark.parametrize(("field", "word"), [("body", "no such column"), ("number", "holds no strings")])
+@pytest.mark.parametrize(("field", "word"), [("body", "no such column"), ("number", "must contain strings")])
 def test_parquet_without_the_column(tmp_path: Path, field: str, word: str) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["one"], "number": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=word):
@@ -196,7 +196,7 @@ def test_a_named_format_decides_over_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.csv", "a.txt.xz", "a.zip", "a.bin", "a.feather"])
 def test_formats_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=r"files are not read.*JSON lines or Parquet, also.*Arrow.*\)\. [A-Z]"):
+    with pytest.raises(DataError, match=r"files are not supported.*JSON lines .*Parquet or Arrow.*\)\. [A-Z]"):
         list_files([Source(path=write_text(tmp_path / name, "x"))], "data.sources")
 
 
@@ -208,5 +208,5 @@ def test_wrong_paths_name_the_field(tmp_path: Path) -> None:
         list_files([Source(path=str(tmp_path / "only"))], "data.sources")
     with pytest.raises(DataError, match=r"matches '\*\.py'"):
         list_files([Source(path=str(tmp_path / "only"), glob="*.py")], "data.sources")
-    with pytest.raises(DataError, match="choose files of a folder"):
+    with pytest.raises(DataError, match="apply to folders"):
         list_files([Source(path=str(tmp_path / "a.txt"), glob="*.py")], "data.sources")

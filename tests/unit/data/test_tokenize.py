@@ -216,7 +216,7 @@ def test_a_trained_models_folder(outside_data: Path) -> None:
 
 
 def test_folders_that_hold_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"no tokenizer here.*vocab\.json"):
+    with pytest.raises(TokenizerError, match=r"the folder has no tokenizer.*vocab\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{ damaged")
     with pytest.raises(TokenizerError, match="cannot be read"):

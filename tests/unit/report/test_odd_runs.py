@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
         file.write("garbage\n{half a li")
     page = html.unescape(render(run))
     assert "1 lines of" in page
-    assert "the last line has no end" in page
+    assert "the last line is incomplete" in page
 
 
 def test_what_a_newer_version_wrote_is_shown_as_far_as_it_is_understood(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_a_newer_version_wrote_is_shown_as_far_as_it_is_understood(tmp_path
     newer = (run / FILE_NAME).read_text().replace('"schema_version": 1', '"schema_version": 7')
     (run / FILE_NAME).write_text(newer + '{"schema_version": 7, "kind": "unheard_of"}\n')
     page = html.unescape(render(run))
-    assert "a newer shardwright's (schema 7, this one knows 1)" in page
+    assert "a newer shardwright (schema 7; this version reads 1)" in page
     assert "1 events of unknown kind `unheard_of`" in page
     assert 'id="loss"' in page
 

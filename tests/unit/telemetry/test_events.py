@@ -163,9 +163,9 @@ def test_no_events_is_an_error_that_names_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("stepp", {}, "Meant `step`"),
+        ("stepp", {}, "Did you mean `step`"),
         ("warning", {"message": "m", "colour": 1}, "no such field"),
-        ("warning", {}, "message: a `warning` event needs it"),
+        ("warning", {}, "message: a `warning` event needs this field"),
     ],
 )
 def test_an_event_that_does_not_fit_its_kind_is_refused(kind: str, values: dict[str, Any], message: str) -> None:

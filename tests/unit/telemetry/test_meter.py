@@ -31,7 +31,7 @@ def test_a_step_above_the_ceiling_raises_it_and_is_logged_once(caplog: pytest.Lo
         mfus = [meter.measure(100, seconds, 10e6).mfu for seconds in (1.0, 0.25, 0.5, 0.125)]
     assert mfus == pytest.approx([0.5, 1.0, 0.5, 1.0])
     (record,) = caplog.records
-    assert "a step reached 200% of the measured ceiling of matrix products (1 GFLOP/s a device)" in record.getMessage()
+    assert "a step reached 200% of the measured matmul ceiling (1 GFLOP/s per device)" in record.getMessage()
     assert meter.matmul_flops_per_second == pytest.approx(4e9)
 
 

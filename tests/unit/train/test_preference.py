@@ -140,8 +140,8 @@ def test_weights_multiply_token_losses_and_their_gradients() -> None:
     ("changes", "kind", "message"),
     [
         ({"preference": {"reference": "adapter_off"}}, RecipeError, "preference.reference: there are no adapters to switch off"),
-        ({"data": {"supervise": "all"}}, DataError, "data.supervise: a prompt that both responses share"),
-        ({"data": {"packing": "documents"}}, DataError, "data.packing: a row holds one pair"),
+        ({"data": {"supervise": "all"}}, DataError, "data.supervise: both responses share the prompt"),
+        ({"data": {"packing": "documents"}}, DataError, "data.packing: pairs are not packed"),
         (
             {"training": {"sequence_length": 8}},
             DataError,
@@ -159,11 +159,11 @@ def test_what_cannot_be_learned_is_refused(tmp_path: Path, changes: dict[str, An
 def test_pairs_want_to_be_asked_for_and_to_be_there(tmp_path: Path) -> None:
     document = preference_recipe(tmp_path)
     del document["preference"]
-    with pytest.raises(DataError, match="nothing says what to learn from them"):
+    with pytest.raises(DataError, match="the recipe has no `preference`"):
         check(validate_recipe(document), 1)
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in ROWS]
     write_pairs(tmp_path / "pairs.jsonl", rows)
-    with pytest.raises(DataError, match="preferences are learned from pairs, and some sources hold something else"):
+    with pytest.raises(DataError, match="preference tuning needs preferences, but some sources contain other records"):
         check(validate_recipe(preference_recipe(tmp_path)), 1)
 
 

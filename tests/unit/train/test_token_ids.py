@@ -99,7 +99,7 @@ def test_ids_train_a_model_that_is_written_inline(tmp_path: Path) -> None:
 
 def test_an_inline_model_without_a_vocabulary_is_asked_for_it(tmp_path: Path) -> None:
     model = {"config": {key: value for key, value in MODEL.items() if key != "vocab_size"}}
-    with pytest.raises(TokenizerError, match="size of the vocabulary is not known") as caught:
+    with pytest.raises(TokenizerError, match="the vocabulary size is unknown") as caught:
         prepare_for_model(recipe_of(tmp_path, model))
     assert caught.value.field == "model.config.vocab_size"
 
@@ -123,18 +123,18 @@ def test_what_needs_text_says_so(tmp_path: Path) -> None:
     assert refused.value.field == "evaluation.num_samples"
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
-    with pytest.raises(TokenizerError, match="a chat template makes text") as caught:
+    with pytest.raises(TokenizerError, match="a chat template needs a tokenizer") as caught:
         check(recipe_of(tmp_path, model, data={"chat_template": str(template)}), 1)
     assert caught.value.field == "data.chat_template"
     (tmp_path / "text.jsonl").write_text('{"text": "some text"}\n')
     mixed = [write_ids(tmp_path / "ids.jsonl", [ids(1)]), str(tmp_path / "text.jsonl")]
-    with pytest.raises(TokenizerError, match="no tokenizer is named"):
+    with pytest.raises(TokenizerError, match="no tokenizer is set"):
         check(recipe_of(tmp_path, model, data={"sources": mixed}), 1)
 
 
 def test_a_tokenizer_that_is_named_has_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TokenizerError, match="no tokenizer here"):
+    with pytest.raises(TokenizerError, match="the folder has no tokenizer"):
         check(recipe_of(tmp_path, {"config": MODEL}, tokenizer={"path": str(tmp_path / "empty")}), 1)
 
 
@@ -156,4 +156,4 @@ def test_a_run_whose_tokenizer_was_removed_is_not_one_without(tmp_path: Path, ca
     for file in made.tokenizer.iterdir():
         file.unlink()
     assert run(["export", str(RunFolder(tmp_path / "run").path), "--out", str(tmp_path / "out")]) == 2
-    assert "no tokenizer here" in capsys.readouterr().err
+    assert "the folder has no tokenizer" in capsys.readouterr().err
