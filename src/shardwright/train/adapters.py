@@ -41,7 +41,12 @@ class ExportedAdapters:
 
 
 def export_adapters(
-    source: ModelSource, out: str | Path, *, dtype: torch.dtype = torch.float32, overwrite: bool = False, check: bool = True
+    source: ModelSource,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
+    check: bool = True,
 ) -> ExportedAdapters:
     """Write a folder that peft can load on top of the base model.
 
@@ -62,7 +67,9 @@ def export_adapters(
         )
     with_peft = find_spec("peft") is not None
     if check and not with_peft:
-        logger.info("peft is not installed: the folder is read back bit by bit, without a logit check")
+        logger.info(
+            "peft is not installed: the folder is read back bit by bit, without a logit check"
+        )
     plain = full_precision(source)
 
     def agree(folder: Path) -> None:
@@ -72,20 +79,32 @@ def export_adapters(
             _check_bits(folder, plain, dtype)
 
     size = write_peft_folder(
-        out, plain.shape, plain.read, base=source.base, dtype=dtype, overwrite=overwrite, check=agree if check else None
+        out,
+        plain.shape,
+        plain.read,
+        base=source.base,
+        dtype=dtype,
+        overwrite=overwrite,
+        check=agree if check else None,
     )
     num = sum(spec.num_elements for spec in source.shape.parameters() if spec.part is not None)
     logger.info("%d adapters of rank %d", len(adapters.modules), adapters.rank)
-    return ExportedAdapters(Path(out), num, size, ("peft" if with_peft else "itself") if check else None)
+    return ExportedAdapters(
+        Path(out), num, size, ("peft" if with_peft else "itself") if check else None
+    )
 
 
 def full_precision(source: ModelSource) -> ModelSource:
-    """Return the source with its base in the precision of the base folder, undoing quantisation."""
+    """Return the source with its base in the base folder's precision, without quantisation."""
     adapters = _adapters_of(source)
     if adapters.quantize is None:
         return source
     assert source.read_plain is not None, "a run has it"
-    return replace(source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=source.read_plain)
+    return replace(
+        source,
+        shape=replace(source.shape, adapters=replace(adapters, quantize=None)),
+        read=source.read_plain,
+    )
 
 
 def dequantised(source: ModelSource) -> ModelSource:
@@ -93,26 +112,38 @@ def dequantised(source: ModelSource) -> ModelSource:
     adapters = _adapters_of(source)
     if adapters.quantize is None:
         return source
-    columns = {spec.name: spec.packed.shape[-1] for spec in source.shape.parameters() if spec.packed is not None}
+    columns = {
+        spec.name: spec.packed.shape[-1]
+        for spec in source.shape.parameters()
+        if spec.packed is not None
+    }
 
     def read(name: str) -> Tensor:
         tensor = source.read(name)
         return unpack(tensor, columns[name], torch.float32) if name in columns else tensor
 
-    return replace(source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=read)
+    return replace(
+        source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=read
+    )
 
 
 def merged_source(source: ModelSource) -> ModelSource:
     """Return the source's model with its adapters merged into the base matrices.
 
-    Each matrix is merged in fp32 when it is read, one at a time. A 4-bit base is dequantised first:
-    the adapters were trained on those values.
+    Each matrix is merged in fp32 when it is read, one at a time. A 4-bit base is dequantised
+    first: the adapters were trained on those values.
     """
     if _adapters_of(source).quantize is not None:
-        logger.info("the base was trained in 4 bits: its dequantised values are merged, in full precision")
+        logger.info(
+            "the base was trained in 4 bits: its dequantised values are merged, in full precision"
+        )
     source = dequantised(source)
     shape, adapters = source.shape, _adapters_of(source)
-    matrices = {spec.name: spec for spec in shape.base.parameters() if module_of(spec) in adapters.modules and not spec.is_bias}
+    matrices = {
+        spec.name: spec
+        for spec in shape.base.parameters()
+        if module_of(spec) in adapters.modules and not spec.is_bias
+    }
 
     def read(name: str) -> Tensor:
         spec = matrices.get(name)
@@ -138,7 +169,10 @@ def check_merge(source: ModelSource, merged: ModelSource) -> float:
     wanted_BTV = expected_logits(source, torch.float32)
     gc.collect()  # one model in memory at a time
     difference = _difference(expected_logits(merged, torch.float32), wanted_BTV)
-    logger.info("logits of the merged model differ from the unmerged one by %.1e of the largest logit", difference)
+    logger.info(
+        "logits of the merged model differ from the unmerged one by %.1e of the largest logit",
+        difference,
+    )
     if not difference <= TOLERANCE:
         raise CheckFailed(
             f"the merged model's logits differ from the unmerged one's by {difference:.1e} of the "
@@ -157,12 +191,12 @@ def check_with_peft(folder: Path, expected_BTV: Tensor) -> float:
     """
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft and transformers use deprecated parts of each other
+        warnings.simplefilter("ignore")  # deprecations between peft and transformers
         import peft  # an optional extra, and slow to import
 
         try:
             model: Any = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        except Exception as error:  # peft and transformers raise many types; any means a bad folder
+        except Exception as error:  # many types; each of them means a bad folder
             raise CheckFailed(f"peft cannot load the folder: {error}") from error
     shape = model.config.get_text_config()
     with torch.inference_mode():
@@ -179,7 +213,9 @@ def check_with_peft(folder: Path, expected_BTV: Tensor) -> float:
 
 def _difference(got_BTV: Tensor, wanted_BTV: Tensor) -> float:
     if got_BTV.shape != wanted_BTV.shape:
-        raise CheckFailed(f"logits have shape {tuple(got_BTV.shape)}; expected {tuple(wanted_BTV.shape)}")
+        raise CheckFailed(
+            f"logits have shape {tuple(got_BTV.shape)}; expected {tuple(wanted_BTV.shape)}"
+        )
     return float((got_BTV - wanted_BTV).abs().max() / wanted_BTV.abs().max().clamp(min=1e-30))
 
 
@@ -188,7 +224,9 @@ def _check_bits(folder: Path, source: ModelSource, dtype: torch.dtype) -> None:
     for spec in source.shape.parameters():
         if spec.part is not None:
             whole = [(0, size) for size in spec.shape]
-            if not torch.equal(written.read(spec.name, whole, dtype), source.read(spec.name).to(dtype)):
+            if not torch.equal(
+                written.read(spec.name, whole, dtype), source.read(spec.name).to(dtype)
+            ):
                 raise CheckFailed(f"{spec.name} differs when read back from the written folder")
 
 

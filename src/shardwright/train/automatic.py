@@ -25,8 +25,8 @@ def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
     """Return the recipe with `layout: auto` replaced by the layout that the planner chooses.
 
     The planner plans for the recipe's cluster, or for this machine's devices if it names none.
-    A recipe with explicit degrees is returned unchanged. The choice depends only on the recipe, the
-    number of ranks and the kind of device, so every rank makes the same one.
+    A recipe with explicit degrees is returned unchanged. The choice depends only on the recipe,
+    the number of ranks and the kind of device, so every rank makes the same one.
 
     Raises:
         InputError: No cluster is named and the catalogue does not know this machine's GPU.
@@ -38,7 +38,8 @@ def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
     cluster = cluster_of(section, world_size)
     chosen, prediction = choose_layout(recipe, cluster, world_size)
     logger.info(
-        "layout auto on %s: %s, micro batch %d x %d, recompute %s; predicted %s per step, %s tokens/s, %s per device",
+        "layout auto on %s: %s, micro batch %d x %d, recompute %s; "
+        "predicted %s per step, %s tokens/s, %s per device",
         cluster.name,
         prediction.candidate.describe(),
         prediction.candidate.micro_batch_size,
@@ -49,7 +50,10 @@ def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
         format_bytes(prediction.memory.total),
     )
     if prediction.warning is not None:
-        logger.warning("layout auto: no layout fits with memory to spare; the chosen one %s", prediction.warning)
+        logger.warning(
+            "layout auto: no layout fits with memory to spare; the chosen one %s",
+            prediction.warning,
+        )
     return chosen.model_copy(update={"cluster": section})
 
 
@@ -59,13 +63,15 @@ def choose_precision_here(recipe: Recipe) -> PrecisionChoice:
     Raises:
         InputError: The recipe requests CUDA, and this machine has no CUDA device.
     """
-    return choose_precision(torch.device("cuda" if wants_cuda(recipe.run.device, field="run.device") else "cpu"))
+    return choose_precision(
+        torch.device("cuda" if wants_cuda(recipe.run.device, field="run.device") else "cpu")
+    )
 
 
 def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
     """Resolve `precision: auto` for the recipe's cluster, or for this machine if it names none.
 
-    Returns None if the precision is not `auto`. Meant for verbs that run nothing on those devices.
+    Returns None if the precision is not `auto`. For verbs that run nothing on those devices.
 
     Raises:
         InputError: The catalogue does not know the cluster.
@@ -75,7 +81,10 @@ def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
     if recipe.cluster is not None:
         return choose_precision_on(parse_cluster(recipe.cluster.node).accelerator)
     if recipe.run.device == "cuda" and not torch.cuda.is_available():
-        return PrecisionChoice("bf16", "run.device is cuda; CUDA devices of compute capability 8.0 or above multiply bf16 natively")
+        return PrecisionChoice(
+            "bf16",
+            "run.device is cuda; CUDA devices from compute capability 8.0 multiply bf16 natively",
+        )
     return choose_precision_here(recipe)
 
 
@@ -94,12 +103,21 @@ def cluster_here(recipe: Recipe, world_size: int) -> ClusterSection:
             remedy="Name the cluster to plan for (`cluster: 8xH100-80GB`), or give the degrees",
         )
     name = torch.cuda.get_device_name()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(world_size, torch.cuda.device_count())
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(
+        world_size, torch.cuda.device_count()
+    )
     try:
         accelerator = find_accelerator(name)
     except InputError as error:
-        remedy = "Name the closest GPU (`cluster: 8xH100-80GB`), or measure this one (`shardwright doctor --calibrate`)"
+        remedy = (
+            "Name the closest GPU (`cluster: 8xH100-80GB`), "
+            "or measure this one (`shardwright doctor --calibrate`)"
+        )
         raise InputError(
-            "the catalogue does not know this GPU", field="layout", got=name, allowed=error.allowed, remedy=remedy
+            "the catalogue does not know this GPU",
+            field="layout",
+            got=name,
+            allowed=error.allowed,
+            remedy=remedy,
         ) from None
     return ClusterSection(node=f"{local}x{accelerator.name}")

@@ -13,7 +13,7 @@ _MOST_PRODUCTS = 4
 
 
 def measure_ceiling(checked: Checked, device: torch.device) -> float:
-    """Measure the FLOP/s that one device reaches in the run's dtype, then free its GPU memory."""
+    """Measure the FLOP/s of one device in the run's dtype, and free the GPU memory used."""
     dtype = dtypes(checked.plan.precision).compute
     flops_per_second = measure_matmul_flops_per_second(device, dtype, model_products(checked))
     if device.type == "cuda":

@@ -16,10 +16,10 @@ _PREFIX = "shardwright"
 def claimed_store(ranks: RankEnvironment, timeout: timedelta) -> dist.Store:
     """Claim this rank in the launch's rendezvous store and return the store.
 
-    Rank 0 draws a random prefix for the keys of this launch, so keys that an older launch left in
-    a reused store are ignored. A second process of the same rank, or a rank that reaches the store
-    of a launch that still runs (same address and port), finds the claim and fails before it joins
-    a collective.
+    Rank 0 draws a random prefix for the keys of this launch, so keys that an older launch left
+    in a reused store are ignored. A second process of the same rank, or a rank that reaches the
+    store of a launch that still runs (same address and port), finds the claim and fails before
+    it joins a collective.
 
     Raises:
         InputError: Another process has claimed this rank.
@@ -32,7 +32,8 @@ def claimed_store(ranks: RankEnvironment, timeout: timedelta) -> dist.Store:
             f"rank {rank} is taken: another process has claimed it at this address and port",
             field="RANK",
             got=rank,
-            remedy="Give every process its own rank; end processes of an earlier run, or choose another MASTER_PORT",
+            remedy="Give every process its own rank; end processes of an earlier run, "
+            "or choose another MASTER_PORT",
         )
     if rank == 0:
         store.set(f"{_PREFIX}/generation", secrets.token_hex(16))

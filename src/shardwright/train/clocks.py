@@ -45,7 +45,9 @@ def own_offset() -> float:
     return min(readings)[1]
 
 
-def agree_on_clock(rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> SharedClock:
+def agree_on_clock(
+    rank: int, world_size: int, group: dist.ProcessGroup | None = None
+) -> SharedClock:
     """Measure this rank's offset from rank 0's clock. Collective: every rank calls it.
 
     Takes a few round trips per rank, one rank after another. Rank 0 is assumed to have read its

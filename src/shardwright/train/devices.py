@@ -20,7 +20,9 @@ def wants_cuda(wanted: DeviceKind, *, field: str) -> bool:
     """
     is_available = torch.cuda.is_available()
     if wanted == "cuda" and not is_available:
-        raise InputError("this machine has no CUDA device", field=field, got="cuda", allowed="cpu or auto")
+        raise InputError(
+            "this machine has no CUDA device", field=field, got="cuda", allowed="cpu or auto"
+        )
     return is_available and wanted != "cpu"
 
 
@@ -34,9 +36,10 @@ def choose_device(wanted: DeviceKind, ranks: RankEnvironment, *, field: str) -> 
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise InputError(
-            f"rank {ranks.rank} needs device {ranks.local_rank}, but the machine has {torch.cuda.device_count()}",
+            f"rank {ranks.rank} needs device {ranks.local_rank}, "
+            f"but the machine has {torch.cuda.device_count()}",
             field="--nproc",
-            remedy=f"Start at most as many ranks as there are devices, or use the CPU ({field}: cpu)",
+            remedy=f"Start at most one rank per device, or use the CPU ({field}: cpu)",
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)

@@ -26,13 +26,17 @@ class Evaluated:
 
 
 def evaluate(
-    checked: Checked, model: ParallelModel, data_rank: int, abandon: Callable[[], bool], objective: Objective = TOKENS
+    checked: Checked,
+    model: ParallelModel,
+    data_rank: int,
+    abandon: Callable[[], bool],
+    objective: Objective = TOKENS,
 ) -> Evaluated | None:
     """Compute the mean validation loss of the current weights. Collective; same on all ranks.
 
     Args:
-        abandon: Called before every batch; returns the same on all ranks. True ends the evaluation
-            without a result.
+        abandon: Called before every batch; returns the same on all ranks. True ends the
+            evaluation without a result.
         objective: Objective to evaluate; the loss is divided by its count.
     """
     assert checked.data.validation is not None
@@ -46,8 +50,10 @@ def evaluate(
     model.decoder.eval()
     try:
         with model.evaluating():
-            batches = evaluation_micro_batches(checked.data.validation, batch_plan, data_rank, max_batches=section.max_batches)
-            # Several micro-batches fill a pipeline: with 2 x pp, a third of its time or less is bubble.
+            batches = evaluation_micro_batches(
+                checked.data.validation, batch_plan, data_rank, max_batches=section.max_batches
+            )
+            # Several micro-batches fill a pipeline: with 2 x pp, at most a third is bubble.
             at_once = 2 * model.layout.pp if model.layout.pp > 1 else 1
             while chunk := list(islice(batches, at_once)):
                 if abandon():

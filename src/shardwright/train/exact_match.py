@@ -46,9 +46,10 @@ class Answered:
 
     @property
     def correct(self) -> bool:
-        """True if the answers agree, ignoring thousands separators, currency signs, spaces, case
-        and a final full stop."""
-        return self.answer is not None and normalise(self.answer) == normalise(self.question.expected)
+        """True if the answers agree after `normalise`."""
+        return self.answer is not None and normalise(self.answer) == normalise(
+            self.question.expected
+        )
 
 
 def find_answer(text: str, pattern: str) -> str | None:
@@ -62,7 +63,7 @@ def find_answer(text: str, pattern: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Normalise an answer for comparison.
+    """Remove thousands separators, currency signs, spaces, case and a final full stop.
 
     >>> normalise("$1,200."), normalise("Paris") == normalise("paris ")
     ('1200', True)
@@ -81,24 +82,36 @@ def load_encoder(model: ModelSource, path: Path, tokenizer: Tokenizer) -> Encode
     run = RunFolder(path)
     variables = run.load_recipe().data.template_variables if run.recipe.is_file() else {}
     eos_token = None if tokenizer.eos_id is None else tokenizer.decode([tokenizer.eos_id])
-    return Encoder(tokenizer, load_chat_template(model.tokenizer_folder, None, variables, eos_token), "assistant")
+    return Encoder(
+        tokenizer,
+        load_chat_template(model.tokenizer_folder, None, variables, eos_token),
+        "assistant",
+    )
 
 
-def read_questions(path: Path, encoder: Encoder, *, pattern: str = ANSWER, limit: int | None = None) -> list[Question]:
+def read_questions(
+    path: Path, encoder: Encoder, *, pattern: str = ANSWER, limit: int | None = None
+) -> list[Question]:
     """Read the questions of a file in order.
 
     Raises:
-        DataError: A record is unreadable, is no question with a response, or its response has no
-            answer. Skipping records would change the score.
+        DataError: A record is unreadable, is no question with a response, or its response has
+            no answer. Skipping records would change the score.
     """
     source = Source(path=str(path))
     files = identify(list_files([source], "questions"), [source], "questions")
     questions: list[Question] = []
     for item in read_files(files):
         if isinstance(item, Broken):
-            raise DataError(item.reason, field=f"{item.file}:{item.line}", remedy="Fix or remove the record")
+            raise DataError(
+                item.reason, field=f"{item.file}:{item.line}", remedy="Fix or remove the record"
+            )
         if item.canonical == "text":
-            raise DataError("plain text has no questions", field=str(path), allowed="pairs, completions or conversations")
+            raise DataError(
+                "plain text has no questions",
+                field=str(path),
+                allowed="pairs, completions or conversations",
+            )
         where = f"{item.file}:{item.line}"
         try:
             prompted = encoder.prompt(item.canonical, item.text)
@@ -107,7 +120,10 @@ def read_questions(path: Path, encoder: Encoder, *, pattern: str = ANSWER, limit
         expected = find_answer(prompted.response, pattern)
         if expected is None:
             raise DataError(
-                "the response has no answer that matches the pattern", field=where, got=prompted.response[-80:], allowed=pattern
+                "the response has no answer that matches the pattern",
+                field=where,
+                got=prompted.response[-80:],
+                allowed=pattern,
             )
         questions.append(Question(tuple(prompted.prompt_ids), expected, item.file, item.line))
         if len(questions) == limit:
@@ -129,5 +145,14 @@ def answer_questions(
     """Answer each question by greedy decoding, in order."""
     greedy = Sampling(temperature=0.0)
     for question in questions:
-        completion = complete(decoder, tokenizer, question.prompt_ids, greedy, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        yield Answered(question, completion.text, find_answer(completion.text, pattern), completion.stopped)
+        completion = complete(
+            decoder,
+            tokenizer,
+            question.prompt_ids,
+            greedy,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+        )
+        yield Answered(
+            question, completion.text, find_answer(completion.text, pattern), completion.stopped
+        )
