@@ -27,8 +27,8 @@ from shardwright.train.setup import TrainState
 from shardwright.train.step import StepTimes
 
 RANKS_PER_EVENT = 8
-"""Largest world size with a `ranks` event at every logged step; n times as many ranks get one at
-every n-th logged step."""
+"""Largest world size with a `ranks` event at every logged step; n times as many ranks have one
+at every n-th logged step."""
 
 _PARTS = ("data", "forward", "backward", "reduction", "optimizer")
 _PICTURES = 20
