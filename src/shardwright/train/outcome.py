@@ -44,12 +44,12 @@ def control_folder() -> Path | None:
 
 
 def launcher_process() -> int:
-    """Return the process id of this rank's launcher; without one, that of its parent process."""
+    """Return the process id of this rank's launcher, without one that of its parent."""
     return int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
 
 
 def note_process(rank: int) -> bool:
-    """Write this process's id for the launcher's signals; return True if a stop is requested."""
+    """Write this process's id for the launcher's signals; True if a stop is requested."""
     folder = control_folder()
     if folder is None:
         return False
@@ -184,7 +184,7 @@ def is_lost_peer(message: str) -> bool:
 def first_line(message: str) -> str:
     """Return the first line, without gloo's source file before it and c10d's stack after it.
 
-    >>> first_line("[/gloo/tcp/pair.cc:78] Timed out waiting 5000ms for recv\\nException raised")
+    >>> first_line("[/gloo/tcp/pair.cc:78] Timed out waiting 5000ms for recv\\nException")
     'Timed out waiting 5000ms for recv'
     """
     return re.sub(r"^\[[^\]]*\] *", "", message.partition("\n")[0])

@@ -34,7 +34,7 @@ from shardwright.parallel import ParallelModel
 
 
 def wants_frozen_reference(recipe: Recipe) -> bool:
-    """Return True if the reference is a second model, False if it is the model without adapters."""
+    """Return True if a second model is the reference, not the model without its adapters."""
     assert recipe.preference is not None
     if recipe.preference.reference is None:
         return recipe.adapters is None

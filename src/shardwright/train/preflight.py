@@ -50,7 +50,7 @@ class Checked:
 
     @property
     def data_hash(self) -> str:
-        """Hash of samples and order: equal exactly if two runs see the same at each position."""
+        """Hash of the sample order: equal exactly if two runs see the same samples in order."""
         parts = (
             self.data.content_hash,
             self.recipe.seed,
