@@ -138,7 +138,8 @@ def merged_source(source: ModelSource) -> ModelSource:
             "the base was trained in 4 bits: its dequantised values are merged, in full precision"
         )
     source = dequantised(source)
-    shape, adapters = source.shape, _adapters_of(source)
+    shape = source.shape
+    adapters = _adapters_of(source)
     matrices = {
         spec.name: spec
         for spec in shape.base.parameters()

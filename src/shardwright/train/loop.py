@@ -115,7 +115,6 @@ class Loop:
         recipe = self.checked.recipe
         state = self.state
         total_steps = self.checked.total_steps
-        recipe, state, total_steps = self.checked.recipe, self.state, self.checked.total_steps
         validates = self.checked.data.validation is not None
         # Upper bound for the steps before this process.
         self.num_tokens = state.step * self.checked.plan.batch.global_batch_tokens
@@ -190,7 +189,6 @@ class Loop:
         """
         every = self.checked.recipe.run.replica_check_every_steps
         step = self.state.step
-        every, step = self.checked.recipe.run.replica_check_every_steps, self.state.step
         if (
             every is not None
             and (saves or _due(step, every))
@@ -283,7 +281,7 @@ class Loop:
         if self.spikes.may_go_back:
             obstacle = "there is no earlier checkpoint"
         else:
-            obstacle = f"all {section.max_rollbacks} rollbacks are used"
+            obstacle = f"no rollbacks are left (max_rollbacks is {section.max_rollbacks})"
         if self.ranks.speaks:
             self.speaker.write(
                 "warning", step=step, message=f"{reason}; {obstacle}, so training continues"

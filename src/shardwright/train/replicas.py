@@ -20,7 +20,6 @@ def differing_replicas(model: ParallelModel) -> str | None:
     """
     places = []
     hashes = []
-    places, hashes = [], []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = local_part(parameter.detach())

@@ -185,7 +185,7 @@ def train_rank(
                     "warning",
                     message="the run ended before its first checkpoint: it starts again at step 0",
                 )
-            # Only with the lock of the events: a refused process must not claim the checkpoints.
+            # Only with the events' lock: a refused process must not claim the checkpoints.
             fence = _claim(folder) if ranks.speaks else None
             with telling_of_memory(checked, ranks.rank, device):
                 _train(

@@ -27,7 +27,7 @@ class Objective(Protocol):
     """Training objective: the decoder's arguments for a summed loss, and the normaliser."""
 
     def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Add inputs to the micro-batches that must be computed before the first forward pass."""
+        """Add inputs to micro-batches that must be computed before the first forward pass."""
         ...
 
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Objective(Protocol):
         ...
 
     def count(self, batch: MicroBatch) -> float:
-        """Count the terms of the loss or sum their weights; the global sum is the normaliser."""
+        """Count the loss terms or sum their weights; the global sum is the normaliser."""
         ...
 
 
@@ -92,8 +92,8 @@ class StepTimes:
     """Times between marks of a step, summed by part in `seconds`.
 
     On CUDA a mark is an event in the stream, which costs the host nothing; `seconds`
-    synchronises the device. `reduction` is the exposed part of the gradient reduction, after the
-    backward pass has reached the embeddings.
+    synchronises the device. `reduction` is the exposed part of the gradient reduction, after
+    the backward pass has reached the embeddings.
     """
 
     device: torch.device

@@ -1,11 +1,11 @@
 """Detection of ranks that are slow by themselves, from their step times without waiting.
 
 All ranks wait for the slowest, so whole step times do not show which one it is. Steps are
-grouped in blocks of `slow_steps` / 3. A rank is slow if in three consecutive blocks its own time
-was more than `slow_factor` times the median of its peers. Each rank's longest step of a block is
-ignored: a single slow step can come from the page cache or other processes. Peers are the ranks
-of the same pipeline stage. If every stage has one rank only, a rank is expected to keep the
-ratio to the other ranks' time that it had in the first block. Imports no torch.
+grouped in blocks of `slow_steps` / 3. A rank is slow if in three consecutive blocks its own
+time was more than `slow_factor` times the median of its peers. Each rank's longest step of a
+block is ignored: a single slow step can come from the page cache or other processes. Peers are
+the ranks of the same pipeline stage. If every stage has one rank only, a rank is expected to
+keep the ratio to the other ranks' time that it had in the first block. Imports no torch.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class SlowRanks:
                 ratio = seconds / expected[rank]
                 step_seconds = seconds / (self.steps // _BLOCKS - 1)
                 messages.append(
-                    f"rank {rank} is slow: in the last {self.steps} steps its own work took "
-                    f"{ratio:.1f} times as long as that of its peers ({step_seconds:.3g} s per step)"
+                    f"rank {rank} is slow: its own work took {ratio:.1f} times that of its peers "
+                    f"in the last {self.steps} steps ({step_seconds:.3g} s per step)"
                 )
             elif rank in self._named and not is_slow:
                 self._named.discard(rank)

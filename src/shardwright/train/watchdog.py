@@ -192,19 +192,19 @@ def _report(
 ) -> str:
     parts = [f"{message}\n"]
     for view in views:
-        waiting = (
-            ""
-            if view.waiting_since is None
-            else f", waiting for others for {now - view.waiting_since:.1f} s"
-        )
+        waiting = ""
+        if view.waiting_since is not None:
+            waiting = f", waiting for others for {now - view.waiting_since:.1f} s"
         last = [
-            f"    {now - entered.at_seconds:9.3f} s ago  {entered}  {view.channels[entered.channel].name}"
+            f"    {now - entered.at_seconds:9.3f} s ago  {entered}  "
+            f"{view.channels[entered.channel].name}"
             for entered in view.entered[-12:]
             if entered.channel in view.channels
         ]
         parts.append(
-            f"\nrank {view.rank}, process {view.pid}, state {states[view.rank] or 'unknown'}: {view.phase} {view.step} "
-            f"for {now - view.since:.1f} s of {view.limit_seconds:.1f} s{waiting}; heartbeat {now - view.alive:.1f} s ago\n"
+            f"\nrank {view.rank}, process {view.pid}, state {states[view.rank] or 'unknown'}: "
+            f"{view.phase} {view.step} for {now - view.since:.1f} s of "
+            f"{view.limit_seconds:.1f} s{waiting}; heartbeat {now - view.alive:.1f} s ago\n"
             "  last collectives:\n"
             + "\n".join(last or ["    none"])
             + "\n  stacks:\n"
