@@ -241,7 +241,7 @@ def _why_silent(ranks: Sequence[int], states: Mapping[int, str]) -> str:
     if stopped:
         parts.append(f"{_named(stopped)} stopped by a signal (SIGSTOP)")
     if gone:
-        parts.append(f"{_named(gone)} gone")
+        parts.append(f"{_named(gone)} no longer running")
     if unscheduled:
         parts.append(
             f"{_named(unscheduled)} not running Python: native code holds the interpreter lock, "

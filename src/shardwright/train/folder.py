@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """Config.json of the model."""
+        """The model's config.json."""
         return self.path / "config.json"
 
     @property

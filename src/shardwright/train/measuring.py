@@ -45,7 +45,7 @@ class RankStep:
     parts: dict[str, float]
     """Seconds by part of the step, including `data`."""
     waits: dict[str, float]
-    """Seconds of communication by kind, see `parallel.waiting.CUTS`; contained in the parts."""
+    """Seconds of waiting for communication, by kind of parallelism; contained in the parts."""
 
 
 class RankMeter:
@@ -157,7 +157,7 @@ class RankMeter:
                 *(mine.parts[part] for part in _PARTS),
                 self._checkpoint_seconds,
             ]
-            + [mine.waits[cut] for cut in CUTS]
+            + [mine.waits[kind] for kind in CUTS]
             + [reserved_bytes, device_bytes, reading.temperature_celsius, reading.throttle_bits]
         )
         self._checkpoint_seconds = 0.0
@@ -182,7 +182,7 @@ class RankMeter:
         speaker.write(
             "ranks",
             step=step,
-            wait_seconds={cut: row for cut, row in waits.items() if any(row)},
+            wait_seconds={kind: row for kind, row in waits.items() if any(row)},
             **fields,
         )
 

@@ -104,6 +104,7 @@ def channel_of(group: str, ranks: Sequence[int], *, pair: tuple[int, int] | None
 
 def _spans(ranks: Sequence[int]) -> str:
     """Format ranks as a range if they are consecutive.
+
     >>> _spans([0, 1, 2, 3]), _spans([0, 4])
     ('0-3', '0, 4')
     """

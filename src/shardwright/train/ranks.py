@@ -29,6 +29,7 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> RankEnvironment 
     torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; srun sets SLURM_PROCID, SLURM_NTASKS and
     SLURM_LOCALID. A Slurm job of one task (a login shell in an allocation) counts as not
     launched. Under srun, MASTER_ADDR and MASTER_PORT must be set.
+
     >>> find_ranks({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     RankEnvironment(rank=1, world_size=2, local_rank=1)
     >>> find_ranks({}) is None

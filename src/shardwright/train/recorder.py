@@ -72,7 +72,7 @@ def recording(pulse: Pulse, hangs: Path) -> Iterator[None]:
     """Record this process's collectives in `pulse`, and NCCL's record in `hangs`."""
     if torch.cuda.is_available():
         ask_nccl_to_record(pulse, hangs)
-    # From the class's dict: getattr would return something else than what must be restored.
+    # From the class's dict: getattr returns another object than the one to restore.
     former = {
         name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)
     }

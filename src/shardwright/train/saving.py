@@ -44,7 +44,7 @@ FIXED_FIELDS = {
     "optimizer.name": "its states belong to another update rule",
     "freeze": "its optimizer states belong to other parameters",
     "adapters": "its tensors have other shapes or meanings",
-    "base": "adapters are the difference to the base weights of their training",
+    "base": "adapters fit only the base weights that they were trained with",
 }
 """Fields that `--allow-drift` cannot allow to change in a resumed run, and the reasons."""
 

@@ -92,7 +92,7 @@ class ModelSource:
                 field="SOURCE",
                 got=f"nothing in {self.tokenizer_folder}",
                 allowed="tokenizer.json, or vocab.json and merges.txt",
-                remedy="Copy the tokenizer that made its token ids to that folder",
+                remedy="Put the tokenizer that made its token ids in that folder",
             )
         tokenizer = load_tokenizer(self.tokenizer_folder)
         if tokenizer.vocab_size > self.shape.vocab_size:
