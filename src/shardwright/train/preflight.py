@@ -155,7 +155,7 @@ def _row_multiple(
     if rules not in (None, ExpertRules()):
         logger.info(
             "all rows are padded to training.sequence_length: "
-            "expert balancing and capacity count tokens per row"
+            "balancing and capacity of experts count tokens per row"
         )
         return None
     return row_multiple(plan.layout, recipe.data.pad_to_multiple_of)
