@@ -178,7 +178,7 @@ def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str | Sequence
         )
     if len(ids) > shape.max_position_embeddings:
         raise InputError(
-            "the prompt is longer than the model's maximum number of positions",
+            "the prompt is longer than the model's positions",
             field="prompt",
             got=f"{len(ids)} tokens",
             allowed=f"at most {shape.max_position_embeddings}",
