@@ -18,7 +18,7 @@ QUICK = ["--set", "watchdog.floor_seconds=15", "--set", "watchdog.factor=3", "--
 """The steps of these runs take milliseconds; on a busy machine some take seconds. What step 6 saves is there before step 7."""
 HANGS: dict[str, dict[str, Any]] = {
     "stopped by a signal (SIGSTOP)": {"place": "collective", "signals": ["SIGSTOP"]},
-    "running no Python": {"place": "hold"},
+    "not running Python": {"place": "hold"},
     "has been in step 7": {"place": "sleep"},
     "rank 1 skipped all_reduce": {"place": "skip"},
 }

@@ -103,7 +103,7 @@ def wait_until_at_work(ranks: list[subprocess.Popen[str]], marks: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "machine", "into", "words"),
     [
-        (1, "one", "run", "two processes say they are rank 1"),  # found by the pulse
+        (1, "one", "run", "two processes have rank 1"),  # found by the pulse
         (1, "two", "run", "rank 1 is taken"),  # by the claim in the store; here a machine is a folder for temporary files
         (0, "two", "run", "already"),  # by the run folder, which is the first rank's
         (0, "two", "another run", "in use"),  # by the port, behind which the store of a run that lives would be met

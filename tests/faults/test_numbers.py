@@ -70,5 +70,5 @@ def test_without_finite_gradients_the_run_goes_back_so_often_and_then_says_so(ru
     done = run(*words, faults=faults)
     assert done.returncode == ExitCode.DONE, done.stderr
     (back,) = read_events(tmp_path / "run").of(RolledBack)
-    assert "2 steps in a row up to step 7" in back.reason
+    assert "2 consecutive steps up to step 7" in back.reason
     assert (back.step, back.from_step) == (6, 7)

@@ -170,7 +170,7 @@ def test_another_base_is_refused(run: Path, recipe: Path) -> None:
     kept = (base / "model.safetensors").read_bytes()
     try:
         (base / "model.safetensors").write_bytes(kept[:-4] + b"\x00\x00\x00\x3f")
-        with pytest.raises(CheckpointError, match="not the weights"):
+        with pytest.raises(CheckpointError, match="not the base weights"):
             open_source(run)
     finally:
         (base / "model.safetensors").write_bytes(kept)

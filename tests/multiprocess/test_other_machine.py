@@ -40,5 +40,5 @@ def test_the_demo_shortens_itself_in_sight_and_ends_well(tmp_path: Path) -> None
     began, resumed = (event.plan for event in events if isinstance(event, RunStarted))
     assert began["precision"]["kind"] == resumed["precision"]["kind"] == "fp32"
     assert began["precision_reason"].startswith("bf16 is emulated on this CPU")
-    assert resumed["precision_reason"] == "the run was begun in it"
+    assert resumed["precision_reason"] == "the run was started in it"
     assert not (tmp_path / "run-pace").exists()

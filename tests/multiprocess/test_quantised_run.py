@@ -65,4 +65,4 @@ def test_a_quantised_base_is_the_same_for_every_layout_and_for_the_merge(
     source = open_source(tmp_path / "run")
     with caplog.at_level(logging.INFO, logger="shardwright"):
         assert check_merge(source, merged_source(source)) < 1e-5
-    assert "held in 4 bits: its values are dequantised" in caplog.text
+    assert "trained in 4 bits: its dequantised values are merged" in caplog.text

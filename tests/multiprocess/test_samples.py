@@ -103,5 +103,5 @@ def test_prompts_come_from_every_row_before_a_second_of_any() -> None:
 def test_without_validation_there_is_nothing_to_go_on_from(folder: Path) -> None:
     document = recipe(folder)
     document["data"] |= {"validation_fraction": 0.0}
-    with pytest.raises(RecipeError, match=r"evaluation.num_samples: samples go on from validation data"):
+    with pytest.raises(RecipeError, match=r"evaluation.num_samples: samples continue validation data"):
         check(validate_recipe(document), 1)

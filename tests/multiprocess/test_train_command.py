@@ -234,7 +234,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(workplace: Pa
     again = [run, "--resume", "--set", "training.max_steps=1", "--json"]
     done = train(workplace, *again)
     assert done.returncode == ExitCode.DONE, done.stderr
-    assert "begins again at step 0" in done.stderr
+    assert "starts again at step 0" in done.stderr
     assert json.loads(done.stdout)["steps"] == 1
     assert (run / "checkpoints" / "step-00000001").is_dir()
     with EventWriter(run):  # another process at work there

@@ -234,7 +234,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(workplace: Path, tmp_path: P
     assert process.returncode == ExitCode.RUN_FAILED
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert errors == ["error: rank 1 was killed by SIGKILL; the system may be out of memory. All ranks have stopped; "
-                      "--resume goes on from the last checkpoint"]  # fmt: skip
+                      "--resume continues from the last checkpoint"]  # fmt: skip
     assert "Traceback" not in err
     newest = newest_checkpoint(run / "checkpoints")
     assert newest is not None

@@ -1,4 +1,4 @@
-"""Adapters of a run beside their base: read together, written in peft's files, or merged into the base's weights."""
+"""Adapters of a run: writing in peft's format, merging into the base, logit checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExportedAdapters:
-    """What was written; `held_against` says what has computed equal logits from the folder, if anything has."""
+    """Written adapter folder.
+
+    `held_against` names the program that reproduced the logits or bits from the folder ("peft",
+    "itself"), None if there was no check.
+    """
 
     path: Path
     num_parameters: int
@@ -37,26 +41,35 @@ class ExportedAdapters:
 
 
 def export_adapters(
-    source: ModelSource, out: str | Path, *, dtype: torch.dtype = torch.float32, overwrite: bool = False, check: bool = True
+    source: ModelSource,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
+    check: bool = True,
 ) -> ExportedAdapters:
-    """Write the folder that peft loads beside the base; with `check`, peft's logits must be ours first, or nothing is left.
+    """Write a folder that peft can load on top of the base model.
 
-    Without peft installed, the folder is read back by ourselves, bit by bit.
+    With `check`, peft must compute our logits from the folder; otherwise the folder is removed.
+    Without peft installed, the check reads the folder back and compares bits.
 
     Raises:
-        InputError: no adapters in the source, no folder of the base, or `out` is taken. CheckFailed: other logits.
+        InputError: The source has no adapters, the base has no folder, or `out` exists.
+        CheckFailed: The logits or the bits differ.
     """
     adapters = _adapters_of(source)
     if source.base is None:
         raise InputError(
-            "the base began from a seed and lies in no folder that peft could load",
+            "the base was initialised from a seed, so there is no folder that peft could load",
             field="SOURCE",
             got=source.name,
             remedy="Export the merged model: --merge",
         )
     with_peft = find_spec("peft") is not None
     if check and not with_peft:
-        logger.info("peft is not installed: the folder is read back by ourselves, and its logits are not compared")
+        logger.info(
+            "peft is not installed: the folder is read back bit by bit, without a logit check"
+        )
     plain = full_precision(source)
 
     def agree(folder: Path) -> None:
@@ -66,46 +79,72 @@ def export_adapters(
             _check_bits(folder, plain, dtype)
 
     size = write_peft_folder(
-        out, plain.shape, plain.read, base=source.base, dtype=dtype, overwrite=overwrite, check=agree if check else None
+        out,
+        plain.shape,
+        plain.read,
+        base=source.base,
+        dtype=dtype,
+        overwrite=overwrite,
+        check=agree if check else None,
     )
     num = sum(spec.num_elements for spec in source.shape.parameters() if spec.part is not None)
     logger.info("%d adapters of rank %d", len(adapters.modules), adapters.rank)
-    return ExportedAdapters(Path(out), num, size, ("peft" if with_peft else "itself") if check else None)
+    return ExportedAdapters(
+        Path(out), num, size, ("peft" if with_peft else "itself") if check else None
+    )
 
 
 def full_precision(source: ModelSource) -> ModelSource:
-    """The source with its base as the folder has it, whatever held it while training."""
+    """Return the source with its base in the base folder's precision, without quantisation."""
     adapters = _adapters_of(source)
     if adapters.quantize is None:
         return source
     assert source.read_plain is not None, "a run has it"
-    return replace(source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=source.read_plain)
+    return replace(
+        source,
+        shape=replace(source.shape, adapters=replace(adapters, quantize=None)),
+        read=source.read_plain,
+    )
 
 
 def dequantised(source: ModelSource) -> ModelSource:
-    """The source with its base in full precision, with the values that training saw."""
+    """Return the source with its 4-bit base dequantised to the values used in training."""
     adapters = _adapters_of(source)
     if adapters.quantize is None:
         return source
-    columns = {spec.name: spec.packed.shape[-1] for spec in source.shape.parameters() if spec.packed is not None}
+    columns = {
+        spec.name: spec.packed.shape[-1]
+        for spec in source.shape.parameters()
+        if spec.packed is not None
+    }
 
     def read(name: str) -> Tensor:
         tensor = source.read(name)
         return unpack(tensor, columns[name], torch.float32) if name in columns else tensor
 
-    return replace(source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=read)
+    return replace(
+        source, shape=replace(source.shape, adapters=replace(adapters, quantize=None)), read=read
+    )
 
 
 def merged_source(source: ModelSource) -> ModelSource:
-    """The source's model without adapters: they are put into its matrices, in fp32, one matrix at a time as it is read.
+    """Return the source's model with its adapters merged into the base matrices.
 
-    A base that was held in 4 bits is the one that the adapters fit: its values, dequantised, are what they are put into.
+    Each matrix is merged in fp32 when it is read, one at a time. A 4-bit base is dequantised
+    first: the adapters were trained on those values.
     """
     if _adapters_of(source).quantize is not None:
-        logger.info("the base was held in 4 bits: its values are dequantised into full precision, and merged")
+        logger.info(
+            "the base was trained in 4 bits: its dequantised values are merged, in full precision"
+        )
     source = dequantised(source)
-    shape, adapters = source.shape, _adapters_of(source)
-    matrices = {spec.name: spec for spec in shape.base.parameters() if module_of(spec) in adapters.modules and not spec.is_bias}
+    shape = source.shape
+    adapters = _adapters_of(source)
+    matrices = {
+        spec.name: spec
+        for spec in shape.base.parameters()
+        if module_of(spec) in adapters.modules and not spec.is_bias
+    }
 
     def read(name: str) -> Tensor:
         spec = matrices.get(name)
@@ -121,51 +160,63 @@ def merged_source(source: ModelSource) -> ModelSource:
 
 
 def check_merge(source: ModelSource, merged: ModelSource) -> float:
-    """Hold a merged model against the unmerged one, both in float32; the largest difference as a share of the largest logit.
+    """Compare the logits of a merged model with those of the unmerged one, both in float32.
+
+    Returns the largest difference as a share of the largest logit.
 
     Raises:
-        CheckFailed: they compute different logits.
+        CheckFailed: The logits differ by more than rounding.
     """
     wanted_BTV = expected_logits(source, torch.float32)
     gc.collect()  # one model in memory at a time
     difference = _difference(expected_logits(merged, torch.float32), wanted_BTV)
-    logger.info("logits of the merged model differ from the unmerged one's by %.1e of the largest", difference)
+    logger.info(
+        "logits of the merged model differ from the unmerged one by %.1e of the largest logit",
+        difference,
+    )
     if not difference <= TOLERANCE:
         raise CheckFailed(
-            f"the merged model's logits differ from the unmerged one's by {difference:.1e} of the largest; "
-            f"at most {TOLERANCE:g} is rounding"
+            f"the merged model's logits differ from the unmerged one's by {difference:.1e} of the "
+            f"largest logit; at most {TOLERANCE:g} is expected from rounding"
         )
     return difference
 
 
 def check_with_peft(folder: Path, expected_BTV: Tensor) -> float:
-    """Load a folder as peft's users will, and compare logits; the largest difference as a share of the largest.
+    """Load a folder with peft and compare its logits with the expected ones.
+
+    Returns the largest difference as a share of the largest logit.
 
     Raises:
-        CheckFailed: peft cannot load it, or computes other logits.
+        CheckFailed: peft cannot load the folder, or computes different logits.
     """
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what peft and transformers deprecate of each other
+        warnings.simplefilter("ignore")  # deprecations between peft and transformers
         import peft  # an optional extra, and slow to import
 
         try:
             model: Any = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        except Exception as error:  # whatever peft and transformers raise, the folder is not what their users need
+        except Exception as error:  # many types; each of them means a bad folder
             raise CheckFailed(f"peft cannot load the folder: {error}") from error
     shape = model.config.get_text_config()
     with torch.inference_mode():
         got_BTV = model.eval()(probe_ids(shape.vocab_size, expected_BTV.shape[1])).logits
     difference = _difference(got_BTV, expected_BTV)
-    logger.info("logits of peft differ by %.1e of the largest", difference)
+    logger.info("logits of peft differ by %.1e of the largest logit", difference)
     if not difference <= TOLERANCE:
-        raise CheckFailed(f"peft's logits differ from ours by {difference:.1e} of the largest; at most {TOLERANCE:g} is rounding")
+        raise CheckFailed(
+            f"peft's logits differ from ours by {difference:.1e} of the largest logit; "
+            f"at most {TOLERANCE:g} is expected from rounding"
+        )
     return difference
 
 
 def _difference(got_BTV: Tensor, wanted_BTV: Tensor) -> float:
     if got_BTV.shape != wanted_BTV.shape:
-        raise CheckFailed(f"logits of shape {tuple(got_BTV.shape)}, where {tuple(wanted_BTV.shape)} were wanted")
+        raise CheckFailed(
+            f"logits have shape {tuple(got_BTV.shape)}; expected {tuple(wanted_BTV.shape)}"
+        )
     return float((got_BTV - wanted_BTV).abs().max() / wanted_BTV.abs().max().clamp(min=1e-30))
 
 
@@ -174,8 +225,10 @@ def _check_bits(folder: Path, source: ModelSource, dtype: torch.dtype) -> None:
     for spec in source.shape.parameters():
         if spec.part is not None:
             whole = [(0, size) for size in spec.shape]
-            if not torch.equal(written.read(spec.name, whole, dtype), source.read(spec.name).to(dtype)):
-                raise CheckFailed(f"{spec.name} does not read back as it was written")
+            if not torch.equal(
+                written.read(spec.name, whole, dtype), source.read(spec.name).to(dtype)
+            ):
+                raise CheckFailed(f"{spec.name} differs when read back from the written folder")
 
 
 def _adapters_of(source: ModelSource) -> AdapterShape:
@@ -185,6 +238,6 @@ def _adapters_of(source: ModelSource) -> AdapterShape:
             field="SOURCE",
             got=source.name,
             allowed="a run of a recipe with `adapters:`",
-            remedy="Leave --merge out",
+            remedy="Remove --merge",
         )
     return source.shape.adapters

@@ -1,4 +1,4 @@
-"""`layout: auto` and `precision: auto` before ranks start: which devices are here, and what is chosen for them."""
+"""`layout: auto` and `precision: auto`, resolved from the devices before ranks start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ logger = logging.getLogger("shardwright")
 
 
 def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
-    """The recipe with the layout that the planner chose for its cluster, or for this machine's devices; others as they are.
+    """Return the recipe with `layout: auto` replaced by the layout that the planner chooses.
 
-    Every rank comes to the same choice: it depends on the recipe, the number of ranks and the kind of device only.
+    The planner plans for the recipe's cluster, or for this machine's devices if it names none.
+    A recipe with explicit degrees is returned unchanged. The choice depends only on the recipe,
+    the number of ranks and the kind of device, so every rank makes the same one.
 
     Raises:
-        InputError: no cluster is named and this machine has no GPU that the catalogue knows.
-        LayoutError: nothing fits.
+        InputError: No cluster is named and the catalogue does not know this machine's GPU.
+        LayoutError: No layout fits, or no cluster is named and this machine has no GPU.
     """
     if not recipe.layout.auto:
         return recipe
@@ -36,7 +38,8 @@ def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
     cluster = cluster_of(section, world_size)
     chosen, prediction = choose_layout(recipe, cluster, world_size)
     logger.info(
-        "layout auto on %s: %s, micro batch %d x %d, recompute %s; predicted %s a step, %s tokens/s, %s a device",
+        "layout auto on %s: %s, micro batch %d x %d, recompute %s; "
+        "predicted %s per step, %s tokens/s, %s per device",
         cluster.name,
         prediction.candidate.describe(),
         prediction.candidate.micro_batch_size,
@@ -47,57 +50,74 @@ def resolve_auto(recipe: Recipe, world_size: int) -> Recipe:
         format_bytes(prediction.memory.total),
     )
     if prediction.warning is not None:
-        logger.warning("layout auto: nothing fits with room to spare, and the chosen layout %s", prediction.warning)
+        logger.warning(
+            "layout auto: no layout fits with memory to spare; the chosen one %s",
+            prediction.warning,
+        )
     return chosen.model_copy(update={"cluster": section})
 
 
 def choose_precision_here(recipe: Recipe) -> PrecisionChoice:
-    """What `precision: auto` means on the device of this machine on which the recipe runs.
+    """Resolve `precision: auto` for the device of this machine on which the recipe runs.
 
     Raises:
-        InputError: the recipe wants CUDA, and this machine has none.
+        InputError: The recipe requests CUDA, and this machine has no CUDA device.
     """
-    return choose_precision(torch.device("cuda" if wants_cuda(recipe.run.device, field="run.device") else "cpu"))
+    return choose_precision(
+        torch.device("cuda" if wants_cuda(recipe.run.device, field="run.device") else "cpu")
+    )
 
 
 def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
-    """What `precision: auto` means on the cluster that the recipe names, or else on this machine; None if it is not `auto`.
+    """Resolve `precision: auto` for the recipe's cluster, or for this machine if it names none.
 
-    For what runs nothing on the recipe's devices.
+    Returns None if the precision is not `auto`. For verbs that run nothing on those devices.
 
     Raises:
-        InputError: the catalogue does not know the cluster.
+        InputError: The catalogue does not know the cluster.
     """
     if recipe.precision.kind != "auto":
         return None
     if recipe.cluster is not None:
         return choose_precision_on(parse_cluster(recipe.cluster.node).accelerator)
     if recipe.run.device == "cuda" and not torch.cuda.is_available():
-        return PrecisionChoice("bf16", "run.device is cuda, and CUDA devices from compute capability 8.0 on multiply bf16 natively")
+        return PrecisionChoice(
+            "bf16",
+            "run.device is cuda; CUDA devices from compute capability 8.0 multiply bf16 natively",
+        )
     return choose_precision_here(recipe)
 
 
 def cluster_here(recipe: Recipe, world_size: int) -> ClusterSection:
-    """This machine's GPUs as a recipe would name them, as many a node as ranks run on each.
+    """Describe this machine's GPUs as a recipe's cluster section, one device per local rank.
 
     Raises:
-        LayoutError: there is none: the planner does not guess what a CPU does.
-        InputError: a GPU that the catalogue does not know.
+        LayoutError: This machine has no GPU; the planner has no model of CPUs.
+        InputError: The catalogue does not know the GPU.
     """
     if recipe.run.device == "cpu" or not torch.cuda.is_available():
         raise LayoutError(
             "this machine has no GPU to plan for",
             field="layout",
             got="auto",
-            remedy="Name what is planned for (`cluster: 8xH100-80GB`), or give the degrees",
+            remedy="Name the cluster to plan for (`cluster: 8xH100-80GB`), or give the degrees",
         )
     name = torch.cuda.get_device_name()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(world_size, torch.cuda.device_count())
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or min(
+        world_size, torch.cuda.device_count()
+    )
     try:
         accelerator = find_accelerator(name)
     except InputError as error:
-        remedy = "Name the nearest (`cluster: 8xH100-80GB`), or measure this one (`shardwright doctor --calibrate`)"
+        remedy = (
+            "Name the closest GPU (`cluster: 8xH100-80GB`), "
+            "or measure this one (`shardwright doctor --calibrate`)"
+        )
         raise InputError(
-            "the catalogue does not know this GPU", field="layout", got=name, allowed=error.allowed, remedy=remedy
+            "the catalogue does not know this GPU",
+            field="layout",
+            got=name,
+            allowed=error.allowed,
+            remedy=remedy,
         ) from None
     return ClusterSection(node=f"{local}x{accelerator.name}")

@@ -1,4 +1,4 @@
-"""The rate of matrix products that a run's MFU is a share of, at shapes like those of its model."""
+"""Measured matmul rate at the model's shapes, the denominator of a run's MFU."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from shardwright.numerics.precision import dtypes
 from shardwright.train.preflight import Checked
 
 _MOST_PRODUCTS = 4
-"""Of different shapes; the largest of a model are measured."""
+"""Number of matrix shapes that are measured: the largest of the model."""
 
 
 def measure_ceiling(checked: Checked, device: torch.device) -> float:
-    """Measure the FLOP/s that one device reaches in the run's dtype; leaves nothing in a GPU's memory."""
+    """Measure the FLOP/s of one device in the run's dtype, and free the GPU memory used."""
     dtype = dtypes(checked.plan.precision).compute
-    found = measure_matmul_flops_per_second(device, dtype, model_products(checked))
+    flops_per_second = measure_matmul_flops_per_second(device, dtype, model_products(checked))
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return found
+    return flops_per_second
 
 
 def model_products(checked: Checked) -> tuple[Product, ...]:
-    """List the largest products of the model's matrices, with the tokens of a rank's micro-batch."""
-    layout, batch = checked.plan.layout, checked.plan.batch
+    """List the model's largest matrix products, at the tokens of one rank's micro-batch."""
+    layout = checked.plan.layout
+    batch = checked.plan.batch
     num_tokens = max(1, batch.micro_batch_size * batch.sequence_length // layout.cp)
     matrices = set()
     for spec in checked.shape.parameters():

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Choice of the device on which a rank computes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from shardwright.train.ranks import RankEnvironment
 
 
 def wants_cuda(wanted: DeviceKind, *, field: str) -> bool:
-    """Whether ranks compute on CUDA: `auto` takes it where there is some.
+    """Return True if ranks compute on CUDA; `auto` uses CUDA if the machine has it.
 
     Args:
-        field: what said so, for the error.
+        field: Recipe field or option that `wanted` comes from, named in the error.
 
     Raises:
-        InputError: CUDA is wanted, and this machine has none.
+        InputError: CUDA is requested, and this machine has no CUDA device.
     """
-    here = torch.cuda.is_available()
-    if wanted == "cuda" and not here:
-        raise InputError("this machine has no CUDA device", field=field, got="cuda", allowed="cpu or auto")
-    return here and wanted != "cpu"
+    is_available = torch.cuda.is_available()
+    if wanted == "cuda" and not is_available:
+        raise InputError(
+            "this machine has no CUDA device", field=field, got="cuda", allowed="cpu or auto"
+        )
+    return is_available and wanted != "cpu"
 
 
 def choose_device(wanted: DeviceKind, ranks: RankEnvironment, *, field: str) -> torch.device:
-    """CUDA number `local_rank` where ranks compute on CUDA, and made current; else the CPU.
+    """Return CUDA device `local_rank` and make it current, or the CPU if CUDA is not used.
 
     Raises:
-        InputError: CUDA is wanted and is not there, or there are fewer devices than ranks.
+        InputError: CUDA is requested and missing, or there are fewer devices than ranks.
     """
     if not wants_cuda(wanted, field=field):
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise InputError(
-            f"rank {ranks.rank} wants device {ranks.local_rank}, but the machine has {torch.cuda.device_count()}",
+            f"rank {ranks.rank} needs device {ranks.local_rank}, "
+            f"but the machine has {torch.cuda.device_count()}",
             field="--nproc",
-            remedy=f"Start at most as many ranks as there are devices, or take the CPU ({field}: cpu)",
+            remedy=f"Start at most one rank per device, or use the CPU ({field}: cpu)",
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)

@@ -1,7 +1,7 @@
-"""Go on after a rank was lost: start the ranks again from the newest whole checkpoint, perhaps fewer of them.
+"""Restarts after a lost rank: from the newest complete checkpoint, perhaps with fewer ranks.
 
-Each generation is a launch of its own through torch's elastic agent, with a rendezvous of its own. The agent's own restarts share
-one store between generations, where a late rank of the old one can meet the new one; here it finds nobody.
+Each attempt is a separate launch through torch's elastic agent, with its own rendezvous. The
+agent's own restarts share one store, where a late rank of the old attempt could join the new.
 """
 
 from __future__ import annotations
@@ -19,42 +19,55 @@ from shardwright.train.signals import StopRequest
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of the ranks; `number` counts from 0, `after` says how the one before ended."""
+    """One launch of the ranks; `number` starts at 0, `after` is the reason for the restart."""
 
     number: int
     world_size: int
     after: str = ""
 
 
-def run_generations(recipe: Recipe, world_size: int, launch: Callable[[Generation], None], stop: StopRequest) -> None:
-    """`launch` until a generation ends well, at most `elastic.max_restarts` times more.
+def run_generations(
+    recipe: Recipe, world_size: int, launch: Callable[[Generation], None], stop: StopRequest
+) -> None:
+    """Call `launch` until an attempt succeeds, with at most `elastic.max_restarts` restarts.
 
-    A generation that ended without a new checkpoint is followed by a smaller one, if `elastic.min_ranks` and the layout allow one
-    with the same global batch: what was lost may stay lost.
+    After an attempt that saved no new checkpoint, the next one uses fewer ranks if
+    `elastic.min_ranks` and the layout allow it with the same global batch: a lost device may
+    not come back.
 
     Raises:
-        ShardwrightError: how the last generation ended; at once where another try would end the same (wrong input, a full disk at
-            the last save, gradients that are not finite) or a stop was asked for.
+        ShardwrightError: Error of the last attempt. Raised at once if a stop was requested or a
+            restart cannot help (invalid input, disk full at the last save, non-finite
+            gradients).
     """
-    folder, generation = RunFolder.of(recipe), Generation(0, world_size)
+    folder = RunFolder.of(recipe)
+    generation = Generation(0, world_size)
     while True:
         saved_before = read_pointer(folder.checkpoints, LATEST)
         try:
             launch(generation)
             return
         except RunFailed as error:
-            if isinstance(error, NonFiniteError | SaveFailed) or stop or generation.number >= recipe.elastic.max_restarts:
+            if (
+                isinstance(error, NonFiniteError | SaveFailed)
+                or stop
+                or generation.number >= recipe.elastic.max_restarts
+            ):
                 raise
-            came_on = read_pointer(folder.checkpoints, LATEST) != saved_before
-            # Where memory ran out, fewer ranks would each have to hold more.
-            stays = came_on or isinstance(error, OutOfMemory)
-            size = generation.world_size if stays else smaller_world(recipe, generation.world_size) or generation.world_size
+            has_saved = read_pointer(folder.checkpoints, LATEST) != saved_before
+            # After running out of memory, fewer ranks would need even more memory each.
+            keeps_size = has_saved or isinstance(error, OutOfMemory)
+            size = (
+                generation.world_size
+                if keeps_size
+                else smaller_world(recipe, generation.world_size) or generation.world_size
+            )
             reason = str(error).partition("\n")[0]
             generation = Generation(generation.number + 1, size, reason)
 
 
 def smaller_world(recipe: Recipe, world_size: int) -> int | None:
-    """The largest number of ranks below `world_size` that the recipe can run on with the same global batch, if there is one."""
+    """Find the largest smaller world size with the same global batch; None if there is none."""
     if recipe.elastic.min_ranks is None:
         return None
     _, batch = resolve_degrees(recipe, world_size)

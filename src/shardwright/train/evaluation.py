@@ -1,4 +1,4 @@
-"""Mean loss over the validation set, under whatever layout trains."""
+"""Mean loss over the validation set, under any layout."""
 
 from __future__ import annotations
 
@@ -16,39 +16,51 @@ from shardwright.train.step import TOKENS, Objective
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`loss` in nats per supervised token (weighed by their loss weights; of preferences per pair), over `tokens` on all ranks."""
+    """Mean `loss` in nats and number of supervised `tokens` on all ranks.
+
+    The mean is per supervised token, weighted by the loss weights, or per preference pair.
+    """
 
     loss: float
     tokens: int
 
 
 def evaluate(
-    checked: Checked, model: ParallelModel, data_rank: int, abandon: Callable[[], bool], objective: Objective = TOKENS
+    checked: Checked,
+    model: ParallelModel,
+    data_rank: int,
+    abandon: Callable[[], bool],
+    objective: Objective = TOKENS,
 ) -> Evaluated | None:
-    """The mean loss of the current weights; every rank calls this and gets the same.
+    """Compute the mean validation loss of the current weights. Collective; same on all ranks.
 
     Args:
-        objective: what is learned; the loss is per thing that it counts.
-        abandon: asked before every batch, answered alike on every rank; True ends the evaluation without a result.
+        abandon: Called before every batch; returns the same on all ranks. True ends the
+            evaluation without a result.
+        objective: Objective to evaluate; the loss is divided by its count.
     """
     assert checked.data.validation is not None
-    section, batch_plan = checked.recipe.evaluation, checked.plan.batch
+    section = checked.recipe.evaluation
+    batch_plan = checked.plan.batch
     if section.micro_batch_size is not None:
         batch_plan = replace(batch_plan, micro_batch_size=section.micro_batch_size)
     loss_sum = torch.zeros((), dtype=torch.float64, device=model.device)
-    num_supervised, num_counted = 0, 0.0
+    num_supervised = 0
+    num_counted = 0.0
     model.decoder.eval()
     try:
         with model.evaluating():
-            batches = evaluation_micro_batches(checked.data.validation, batch_plan, data_rank, max_batches=section.max_batches)
-            # A pipeline is filled by several micro-batches: twice as many as ranks leave it a third of its time, or less, to wait.
+            batches = evaluation_micro_batches(
+                checked.data.validation, batch_plan, data_rank, max_batches=section.max_batches
+            )
+            # Several micro-batches fill a pipeline: with 2 x pp, at most a third is bubble.
             at_once = 2 * model.layout.pp if model.layout.pp > 1 else 1
-            while here := list(islice(batches, at_once)):
+            while chunk := list(islice(batches, at_once)):
                 if abandon():
                     return None
-                loss_sum += model.losses(objective.prepare(here), objective.arguments)
-                num_supervised += sum(batch.num_supervised for batch in here)
-                num_counted += sum(objective.count(batch) for batch in here)
+                loss_sum += model.losses(objective.prepare(chunk), objective.arguments)
+                num_supervised += sum(batch.num_supervised for batch in chunk)
+                num_counted += sum(objective.count(batch) for batch in chunk)
     finally:
         model.decoder.train()
     numbers = torch.tensor([num_supervised, num_counted], dtype=torch.float64, device=model.device)

@@ -1,4 +1,4 @@
-"""Exact match on questions with known answers: generate, cut the answer out of the text, compare."""
+"""Exact match on questions with known answers: generate, extract the answer, compare."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardwright.train.generate import Sampling, complete
 from shardwright.train.source import ModelSource
 
 ANSWER = r"####\s*(.+)"
-"""How gsm8k marks the answer at the end of its reasoning (Cobbe et al. 2021, arXiv 2110.14168)."""
+"""Pattern of gsm8k's final answer (Cobbe et al. 2021, arXiv 2110.14168)."""
 _DROPPED = str.maketrans("", "", ",$ \t")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as the ids that the model is trained to continue, and the answer that is right; with its place."""
+    """Prompt ids to continue and the correct answer, with the file and line of the record."""
 
     prompt_ids: tuple[int, ...]
     expected: str
@@ -37,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a model said. `answer` is None where the pattern is not in it."""
+    """Generated text for one question. `answer` is None if the pattern does not match it."""
 
     question: Question
     text: str
@@ -46,12 +46,14 @@ class Answered:
 
     @property
     def correct(self) -> bool:
-        """Whether the answers are the same but for thousands separators, a currency sign, spaces and a final full stop."""
-        return self.answer is not None and normalise(self.answer) == normalise(self.question.expected)
+        """True if the answers agree after `normalise`."""
+        return self.answer is not None and normalise(self.answer) == normalise(
+            self.question.expected
+        )
 
 
 def find_answer(text: str, pattern: str) -> str | None:
-    """The last match of a pattern in a text: its first group, or all of it.
+    """Return the last match of a pattern: its first group, or the whole match without groups.
 
     >>> find_answer("6 x 7 = 42. #### 42", ANSWER)
     '42'
@@ -61,7 +63,7 @@ def find_answer(text: str, pattern: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """The form in which answers are compared.
+    """Remove thousands separators, currency signs, spaces, case and a final full stop.
 
     >>> normalise("$1,200."), normalise("Paris") == normalise("paris ")
     ('1200', True)
@@ -70,32 +72,46 @@ def normalise(answer: str) -> str:
 
 
 def load_encoder(model: ModelSource, path: Path, tokenizer: Tokenizer) -> Encoder:
-    """What turns records into prompts as they were in training: through the chat template beside the model's tokenizer, if any.
+    """Load the encoder that turns records into prompts as in training.
+
+    It uses the chat template beside the model's tokenizer, if there is one.
 
     Args:
-        path: of the model; a run's recipe says what its template was given.
+        path: Folder of the model; a run's recipe has the variables of its template.
     """
     run = RunFolder(path)
     variables = run.load_recipe().data.template_variables if run.recipe.is_file() else {}
     eos_token = None if tokenizer.eos_id is None else tokenizer.decode([tokenizer.eos_id])
-    return Encoder(tokenizer, load_chat_template(model.tokenizer_folder, None, variables, eos_token), "assistant")
+    return Encoder(
+        tokenizer,
+        load_chat_template(model.tokenizer_folder, None, variables, eos_token),
+        "assistant",
+    )
 
 
-def read_questions(path: Path, encoder: Encoder, *, pattern: str = ANSWER, limit: int | None = None) -> list[Question]:
-    """The questions of a file in the order in which they stand.
+def read_questions(
+    path: Path, encoder: Encoder, *, pattern: str = ANSWER, limit: int | None = None
+) -> list[Question]:
+    """Read the questions of a file in order.
 
     Raises:
-        DataError: a record that cannot be read, is no question with a response, or whose response has no answer: a score over
-            fewer questions than the file holds would be another score.
+        DataError: A record is unreadable, is no question with a response, or its response has
+            no answer. Skipping records would change the score.
     """
     source = Source(path=str(path))
     files = identify(list_files([source], "questions"), [source], "questions")
-    found: list[Question] = []
+    questions: list[Question] = []
     for item in read_files(files):
         if isinstance(item, Broken):
-            raise DataError(item.reason, field=f"{item.file}:{item.line}", remedy="Mend the record, or take it out")
+            raise DataError(
+                item.reason, field=f"{item.file}:{item.line}", remedy="Fix or remove the record"
+            )
         if item.canonical == "text":
-            raise DataError("plain text holds no questions", field=str(path), allowed="pairs, completions or conversations")
+            raise DataError(
+                "plain text has no questions",
+                field=str(path),
+                allowed="pairs, completions or conversations",
+            )
         where = f"{item.file}:{item.line}"
         try:
             prompted = encoder.prompt(item.canonical, item.text)
@@ -103,13 +119,18 @@ def read_questions(path: Path, encoder: Encoder, *, pattern: str = ANSWER, limit
             raise DataError(str(error), field=where) from error
         expected = find_answer(prompted.response, pattern)
         if expected is None:
-            raise DataError("the response has no answer of this form", field=where, got=prompted.response[-80:], allowed=pattern)
-        found.append(Question(tuple(prompted.prompt_ids), expected, item.file, item.line))
-        if len(found) == limit:
+            raise DataError(
+                "the response has no answer that matches the pattern",
+                field=where,
+                got=prompted.response[-80:],
+                allowed=pattern,
+            )
+        questions.append(Question(tuple(prompted.prompt_ids), expected, item.file, item.line))
+        if len(questions) == limit:
             break
-    if not found:
+    if not questions:
         raise DataError("no questions", field=str(path))
-    return found
+    return questions
 
 
 def answer_questions(
@@ -121,8 +142,17 @@ def answer_questions(
     pattern: str = ANSWER,
     max_new_tokens: int = 256,
 ) -> Iterator[Answered]:
-    """Each question answered by the likeliest tokens, in order."""
+    """Answer each question by greedy decoding, in order."""
     greedy = Sampling(temperature=0.0)
     for question in questions:
-        completion = complete(decoder, tokenizer, question.prompt_ids, greedy, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        yield Answered(question, completion.text, find_answer(completion.text, pattern), completion.stopped)
+        completion = complete(
+            decoder,
+            tokenizer,
+            question.prompt_ids,
+            greedy,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+        )
+        yield Answered(
+            question, completion.text, find_answer(completion.text, pattern), completion.stopped
+        )

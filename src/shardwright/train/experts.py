@@ -1,4 +1,4 @@
-"""What a step's routers did: loads told and watched, balance biases moved.
+"""Expert loads of a step: statistics, overload warnings and updates of the balance biases.
 
 Legend: L layers, E experts.
 """
@@ -17,30 +17,35 @@ from shardwright.model.moe import MixtureOfExperts
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """Loads of one optimizer step, over all ranks and micro-batches, by layer number."""
+    """Expert loads of one optimizer step, over all ranks and micro-batches, by layer number."""
 
     tokens: dict[int, tuple[int, ...]]
-    """Tokens that chose each expert, before any is dropped."""
+    """Tokens routed to each expert, before any are dropped."""
     dropped: int
-    """Choices that an expert's capacity had no room for."""
+    """Choices dropped because the expert's capacity was full."""
     balance_loss: float
-    """Mean over rows and layers; the experts per token when loads are even."""
+    """Mean over rows and layers; equals the experts per token if loads are even."""
     z_loss: float
     """Mean over rows and layers."""
 
     @property
     def busiest(self) -> float:
-        """The busiest expert's tokens over its even share, the worst of all layers."""
-        return max(max(tokens) * len(tokens) / max(1, sum(tokens)) for tokens in self.tokens.values())
+        """Largest ratio of an expert's tokens to its even share, over all layers."""
+        return max(
+            max(tokens) * len(tokens) / max(1, sum(tokens)) for tokens in self.tokens.values()
+        )
 
 
 def read_loads(routers_LE3: Tensor, shape: ModelShape, num_rows: int) -> ExpertLoads:
-    """The table of `RouterTally.take`, summed over all ranks, as numbers (waits for the device)."""
+    """Convert `RouterTally.take`'s table, summed over all ranks (synchronises the device)."""
     sparse = [index for index, layer in enumerate(shape.layers) if layer.sparse]
     table = routers_LE3[sparse].tolist()
     count = num_rows * len(sparse)
     return ExpertLoads(
-        tokens={index: tuple(int(value) for value in row[:-3]) for index, row in zip(sparse, table, strict=True)},
+        tokens={
+            index: tuple(int(value) for value in row[:-3])
+            for index, row in zip(sparse, table, strict=True)
+        },
         dropped=int(sum(row[-3] for row in table)),
         balance_loss=sum(row[-2] for row in table) / count,
         z_loss=sum(row[-1] for row in table) / count,
@@ -49,10 +54,10 @@ def read_loads(routers_LE3: Tensor, shape: ModelShape, num_rows: int) -> ExpertL
 
 @torch.no_grad()
 def move_balance_biases(decoder: Decoder, routers_LE3: Tensor) -> None:
-    """A step of each expert's balance bias towards even loads: up where it got less than its share, down where more.
+    """Raise the balance bias of each expert below its even share, lower it above.
 
-    The loads are those of all ranks, so every rank moves its copy alike. Source: auxiliary-loss-free balancing, arXiv 2408.15664,
-    algorithm 1.
+    Uses the loads of all ranks, so all copies of a bias stay identical. Source:
+    auxiliary-loss-free balancing, arXiv 2408.15664, algorithm 1.
     """
     rate = decoder.expert_rules.bias_update_rate
     if rate == 0.0:
@@ -67,10 +72,11 @@ def move_balance_biases(decoder: Decoder, routers_LE3: Tensor) -> None:
 
 @dataclass
 class LoadWatch:
-    """Names an expert that has been overloaded for a while.
+    """Detector of experts that stay overloaded.
 
-    `observe` keeps a running mean of each expert's load over its even share (the last `STEPS` steps weigh most) and returns a
-    warning when the worst expert crosses the limit, then again only after its load has fallen below.
+    Keeps a running mean of each expert's load relative to its even share, over about the last
+    `STEPS` steps. An expert is reported when its mean crosses the limit, and again only after
+    the mean has fallen below it.
     """
 
     STEPS = 20
@@ -81,11 +87,14 @@ class LoadWatch:
     _seen: int = 0
 
     def limit(self, num_experts: int) -> float:
-        """Times the even share: four, or half way to all tokens where that is less."""
+        """Return the limit as a multiple of the even share.
+
+        Four, or half-way between the even share and all tokens if that is less.
+        """
         return min(4.0, (1.0 + num_experts / self.experts_per_token) / 2)
 
     def observe(self, loads: ExpertLoads) -> str | None:
-        """The warning to give after this step, if any."""
+        """Add a step's loads; return a warning if another expert is overloaded."""
         self._seen += 1
         weight = 1.0 / min(self._seen, self.STEPS)
         worst: tuple[float, int, int] | None = None
@@ -94,10 +103,16 @@ class LoadWatch:
             limit = self.limit(len(tokens))
             for expert, count in enumerate(tokens):
                 key = (layer, expert)
-                mean = self._loads[key] = self._loads.get(key, 0.0) * (1 - weight) + weight * count / even
+                mean = self._loads[key] = (
+                    self._loads.get(key, 0.0) * (1 - weight) + weight * count / even
+                )
                 if mean <= limit:
                     self._named.discard(key)
-                elif key not in self._named and self._seen >= self.STEPS and (worst is None or mean > worst[0]):
+                elif (
+                    key not in self._named
+                    and self._seen >= self.STEPS
+                    and (worst is None or mean > worst[0])
+                ):
                     worst = (mean, layer, expert)
         if worst is None:
             return None
@@ -106,6 +121,8 @@ class LoadWatch:
         tokens = loads.tokens[layer]
         share = tokens[expert] / max(1, sum(tokens))
         return (
-            f"expert {expert} of layer {layer} is overloaded: over the last {self.STEPS} steps it took {mean:.1f} times its even "
-            f"share, in this one {tokens[expert]} of {sum(tokens)} choices ({share:.0%}; even is {1 / len(tokens):.0%})"
+            f"expert {expert} of layer {layer} is overloaded: over the last {self.STEPS} steps "
+            f"it received {mean:.1f} times its even share, in this step "
+            f"{tokens[expert]} of {sum(tokens)} choices "
+            f"({share:.0%}; even is {1 / len(tokens):.0%})"
         )

@@ -1,4 +1,4 @@
-"""A trained model written as a Hugging Face folder, and held against transformers before it is called done."""
+"""Export of a trained model as a Hugging Face folder, checked against transformers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from shardwright.train.source import ModelSource, load_decoder
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
-"""Largest difference of two logits, as a share of the largest logit. Two float32 forward passes of a deep model, summed in
-different orders, stay below a tenth of this; a tensor in the wrong place is thousands of times above."""
+"""Largest allowed difference of two logits, as a share of the largest logit.
+
+Two float32 forward passes of a deep model that sum in different orders differ by less than a
+tenth of this; a tensor in the wrong place differs thousands of times more."""
 
 _CHECKED_TOKENS = 64
 
@@ -34,14 +36,15 @@ def export_source(
     overwrite: bool = False,
     check: bool = True,
 ) -> ExportedFolder:
-    """Write the folder and load it back; nothing is left of it where it is not what it should be.
+    """Write the folder, check it, and remove it if the check fails.
 
-    With `check`, transformers must load it and agree with our own decoder, which holds the model once, in float32. Without, every
-    tensor is read back and compared with what was to be written: like the writing, that holds one in memory at a time.
+    With `check`, transformers must load the folder and agree with our decoder, which needs the
+    model in memory in float32. Without, each tensor is read back and compared, one at a time.
 
     Raises:
-        InputError: `out` is taken, or a tensor does not fit the dtype. CheckFailed: the folder holds, or transformers computes,
-            something else. RunFailed: the folder cannot be written.
+        InputError: `out` exists, or a tensor does not fit the dtype.
+        CheckFailed: The folder's tensors or transformers' logits differ.
+        RunFailed: The folder cannot be written.
     """
 
     def agree(folder: Path) -> None:
@@ -64,58 +67,75 @@ def export_source(
 
 
 def check_tensors(folder: Path, source: ModelSource, dtype: torch.dtype) -> None:
-    """Read a folder's parameters back, one at a time, and compare each with the source's, rounded to what is stored.
+    """Read a folder's parameters one at a time and compare each with the source's, as rounded.
 
     Raises:
-        CheckFailed: names the first that differs. WeightsError: they cannot be read, or are not those of the model.
+        CheckFailed: A parameter differs; names the first one.
+        WeightsError: A parameter cannot be read, or the names are not those of the model.
     """
     weights = WeightsFolder(folder)
     weights.check(source.shape)
     for spec in source.shape.parameters():
-        wanted = source.read(spec.name).to(device="cpu", dtype=dtype if spec.trained else torch.float32)
-        if not torch.equal(weights.read(spec.name), wanted):
-            raise CheckFailed(f"{spec.name} reads back as something else than was written")
+        expected = source.read(spec.name).to(
+            device="cpu", dtype=dtype if spec.trained else torch.float32
+        )
+        if not torch.equal(weights.read(spec.name), expected):
+            raise CheckFailed(f"{spec.name} differs when read back from the written folder")
 
 
 def probe_ids(vocab_size: int, max_positions: int) -> Tensor:
-    """Token ids of two rows, always the same ones, over all of the vocabulary."""
+    """Return two rows of token ids over the whole vocabulary, always the same."""
     size = (2, min(_CHECKED_TOKENS, max_positions))
     return torch.randint(0, vocab_size, size, generator=torch.Generator().manual_seed(0))
 
 
 def expected_logits(source: ModelSource, dtype: torch.dtype) -> Tensor:
-    """Logits of our decoder in float32, its weights rounded to the dtype that is stored."""
+    """Compute our decoder's logits in float32, from weights rounded to the stored dtype."""
     decoder = load_decoder(source, device=torch.device("cpu"), dtype=torch.float32)
     with torch.inference_mode():
         for parameter in decoder.parameters():
             parameter.copy_(parameter.to(dtype))
-        logits_BTV: Tensor = decoder(probe_ids(source.shape.vocab_size, source.shape.max_position_embeddings))
+        logits_BTV: Tensor = decoder(
+            probe_ids(source.shape.vocab_size, source.shape.max_position_embeddings)
+        )
     return logits_BTV
 
 
-def check_with_transformers(folder: Path, expected_BTV: Tensor, *, trust_remote_code: bool = False) -> float:
-    """Load a folder as its users will, and compare logits; returns the largest difference as a share of the largest logit.
+def check_with_transformers(
+    folder: Path, expected_BTV: Tensor, *, trust_remote_code: bool = False
+) -> float:
+    """Load a folder with transformers and compare its logits with the expected ones.
+
+    Returns the largest difference as a share of the largest logit.
 
     Raises:
-        CheckFailed: transformers misses a tensor, finds one too many, or computes other logits.
+        CheckFailed: Tensors are missing or unexpected, or the logits differ.
     """
-    gc.collect()  # our decoder goes before theirs comes: a model in memory once, not twice
+    gc.collect()  # free our decoder first, so that only one model is in memory
     try:
         model, loading = load_folder(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever their constructors and validators raise, the folder is not what its users need
+    except Exception as error:  # transformers raises many types; any means a bad folder
         raise CheckFailed(f"transformers cannot load the folder: {error}") from error
-    faults = [f"{kind}: {', '.join(map(str, found))}" for kind, found in loading.items() if found]
+    faults = [f"{kind}: {', '.join(map(str, names))}" for kind, names in loading.items() if names]
     if faults:
-        raise CheckFailed(f"transformers does not find the tensors that it wants: {'; '.join(faults)}")
+        raise CheckFailed(
+            f"transformers reports missing or unexpected tensors: {'; '.join(faults)}"
+        )
     shape = model.config.get_text_config()
     with torch.inference_mode():
         got_BTV = model.eval()(probe_ids(shape.vocab_size, expected_BTV.shape[1])).logits
     if got_BTV.shape != expected_BTV.shape:
-        raise CheckFailed(f"transformers computes logits of shape {tuple(got_BTV.shape)}, ours are {tuple(expected_BTV.shape)}")
-    difference = float((got_BTV - expected_BTV).abs().max() / expected_BTV.abs().max().clamp(min=1e-30))
-    logger.info("logits of transformers differ by %.1e of the largest", difference)
+        raise CheckFailed(
+            f"transformers computes logits of shape {tuple(got_BTV.shape)}; "
+            f"expected {tuple(expected_BTV.shape)}"
+        )
+    difference = float(
+        (got_BTV - expected_BTV).abs().max() / expected_BTV.abs().max().clamp(min=1e-30)
+    )
+    logger.info("logits of transformers differ by %.1e of the largest logit", difference)
     if not difference <= TOLERANCE:
         raise CheckFailed(
-            f"transformers' logits differ from ours by {difference:.1e} of the largest; at most {TOLERANCE:g} is rounding"
+            f"transformers' logits differ from ours by {difference:.1e} of the largest logit; "
+            f"at most {TOLERANCE:g} is expected from rounding"
         )
     return difference

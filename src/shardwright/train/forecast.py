@@ -1,4 +1,7 @@
-"""What the planner says of a run before it starts, and how the first steps compare. Only where the recipe names its `cluster`."""
+"""The planner's prediction of a run, and its comparison with the first steps.
+
+Made only if the recipe names its `cluster`.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,17 @@ from shardwright.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
-_WARM_STEPS, _COUNTED_STEPS = 2, 5
-"""Steps that are left out (kernels are chosen, memory grows), and steps that are then counted."""
+_WARM_STEPS = 2
+"""First steps, which are not measured: kernels are selected and memory grows."""
+_COUNTED_STEPS = 5
+"""Steps after those, which are measured."""
 
 
 def forecast(checked: Checked) -> Prediction | None:
-    """Memory and time of the very plan that runs; None without a cluster in the recipe.
+    """Predict memory and time of the plan that runs; None if the recipe names no cluster.
 
     Raises:
-        InputError: a cluster that is not known, or that the ranks do not fill.
+        InputError: The cluster is unknown, or its size does not match the number of ranks.
     """
     recipe = checked.recipe
     if recipe.cluster is None:
@@ -43,20 +48,27 @@ def forecast(checked: Checked) -> Prediction | None:
 
 @lru_cache(maxsize=4)
 def _predicted(shape: ModelShape, candidate: Candidate, section: ClusterSection) -> Prediction:
-    """Kept: the run folder asks first, the comparison with the first steps a moment later."""
+    """Predict, with a cache: the run folder and the comparison need the same prediction."""
     cluster = cluster_of(section, candidate.layout.world_size)
     return predict(shape, candidate, cluster, load_efficiencies().of(cluster.accelerator))
 
 
 def forecast_memory(checked: Checked) -> MemoryParts:
-    """Bytes on the fullest rank, whatever the device: no cluster is needed for what tensors take."""
-    facts, candidate, plan = facts_of(checked.shape), candidate_of_run(checked.recipe, checked), checked.plan
-    pipeline = pipeline_of(facts, plan.layout, plan.batch.gradient_accumulation_steps, plan.batch.sequence_length)
-    return max((predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.loads), key=lambda parts: parts.live)
+    """Predict the bytes on the fullest rank; they do not depend on the cluster."""
+    plan = checked.plan
+    facts = facts_of(checked.shape)
+    candidate = candidate_of_run(checked.recipe, checked)
+    pipeline = pipeline_of(
+        facts, plan.layout, plan.batch.gradient_accumulation_steps, plan.batch.sequence_length
+    )
+    return max(
+        (predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.loads),
+        key=lambda parts: parts.live,
+    )
 
 
 def candidate_of_run(recipe: Recipe, checked: Checked) -> Candidate:
-    """The very plan that runs, as the planner takes it."""
+    """Describe the plan that runs as a candidate of the planner."""
     plan = checked.plan
     return replace(
         template_of(recipe),
@@ -69,28 +81,38 @@ def candidate_of_run(recipe: Recipe, checked: Checked) -> Candidate:
 
 @dataclass
 class Comparison:
-    """Collects the first steps, then says in the log how they compare with the prediction."""
+    """Log message, after the first steps, that compares them with the prediction."""
 
     prediction: Prediction
     short_rows: bool = False
-    """Whether rows end before sequence_length, which is what is predicted."""
+    """True if rows may be shorter than sequence_length; the prediction assumes full rows."""
     seconds: list[float] = field(default_factory=list)
 
     def add(self, step_seconds: float, memory_bytes: tuple[int, ...]) -> None:
-        """One more step of this process, with the peak of each rank so far."""
+        """Add a step of this process and the peak memory of each rank so far."""
         if len(self.seconds) > _WARM_STEPS + _COUNTED_STEPS:
             return
         self.seconds.append(step_seconds)
         if len(self.seconds) == _WARM_STEPS + _COUNTED_STEPS:
-            self.seconds.append(0.0)  # said once
-            logger.info("%s", self.describe(median(self.seconds[_WARM_STEPS:-1]), max(memory_bytes, default=0)))
+            self.seconds.append(0.0)  # marks the comparison as logged
+            logger.info(
+                "%s",
+                self.describe(median(self.seconds[_WARM_STEPS:-1]), max(memory_bytes, default=0)),
+            )
 
     def describe(self, seconds: float, memory_bytes: int) -> str:
-        """Predicted against measured, with the error of the prediction."""
-        time, memory = self.prediction.time.step, self.prediction.memory.live
-        told = (
-            f"a step was predicted to take {format_seconds(time)} and takes {format_seconds(seconds)} ({seconds / time - 1:+.0%})"
+        """Describe prediction and measurement with the error of the prediction."""
+        predicted_seconds = self.prediction.time.step
+        predicted_bytes = self.prediction.memory.live
+        text = (
+            f"predicted step time {format_seconds(predicted_seconds)}, "
+            f"measured {format_seconds(seconds)} ({seconds / predicted_seconds - 1:+.0%})"
         )
         if memory_bytes > 0:
-            told += f"; memory {format_bytes(memory)}, measured {format_bytes(memory_bytes)} ({memory_bytes / memory - 1:+.0%})"
-        return told + ("; rows were shorter than the full ones that are predicted" if self.short_rows else "")
+            text += (
+                f"; predicted memory {format_bytes(predicted_bytes)}, "
+                f"measured {format_bytes(memory_bytes)} ({memory_bytes / predicted_bytes - 1:+.0%})"
+            )
+        if self.short_rows:
+            text += "; rows were shorter than the full rows that the prediction assumes"
+        return text

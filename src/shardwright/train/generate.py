@@ -1,4 +1,4 @@
-"""Text from a model: one prompt, token by token, with the keys and values of earlier tokens kept.
+"""Text generation: one prompt, token by token, with cached keys and values.
 
 Legend: B sequences (always one here), T tokens, V vocabulary.
 """
@@ -25,10 +25,11 @@ Stopped = Literal["eos", "length", "positions"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings for choosing the next token.
 
-    `temperature` 0 takes the likeliest token. Otherwise logits are divided by it, then only the `top_k` likeliest stay (None:
-    all), then of those the fewest whose probabilities reach `top_p`; `seed` makes the draw repeatable on any device.
+    `temperature` 0 takes the most likely token. Otherwise logits are divided by it; then only
+    the `top_k` most likely tokens stay (None: all), and of those the smallest set whose
+    probabilities reach `top_p`. `seed` makes the draw reproducible on any device.
     """
 
     temperature: float = 0.8
@@ -38,16 +39,25 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise InputError("wrong value", field="temperature", got=self.temperature, allowed="0 (the likeliest token) or above")
+            raise InputError(
+                "wrong value",
+                field="temperature",
+                got=self.temperature,
+                allowed="0 (most likely token) or above",
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise InputError("wrong value", field="top_k", got=self.top_k, allowed="1 or more, or none")
+            raise InputError(
+                "wrong value", field="top_k", got=self.top_k, allowed="1 or more, or none"
+            )
         if not 0.0 < self.top_p <= 1.0:
-            raise InputError("wrong value", field="top_p", got=self.top_p, allowed="above 0, at most 1")
+            raise InputError(
+                "wrong value", field="top_p", got=self.top_p, allowed="above 0, at most 1"
+            )
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model added to a prompt, without the token that ended it, and why it stopped."""
+    """Text that a model added to a prompt, without the end token, and the reason to stop."""
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -68,10 +78,18 @@ def generate(
     stop_at_eos: bool = True,
     on_token: Callable[[str], None] | None = None,
 ) -> str:
-    """The text that follows `prompt`; see `complete` and `Sampling`."""
+    """Return the text that follows `prompt`; see `complete` and `Sampling`."""
     stop_ids = {tokenizer.eos_id} - {None} if stop_at_eos else set()
     sampling = Sampling(temperature, top_k, top_p, seed)
-    return complete(decoder, tokenizer, prompt, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, on_text=on_token).text
+    return complete(
+        decoder,
+        tokenizer,
+        prompt,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        on_text=on_token,
+    ).text
 
 
 @torch.inference_mode()
@@ -86,20 +104,23 @@ def complete(
     slide: bool = False,
     on_text: Callable[[str], None] | None = None,
 ) -> Completion:
-    """Continue one prompt until a stop id, `max_new_tokens`, or the end of the model's positions.
+    """Continue a prompt until a stop id, `max_new_tokens`, or the end of the model's positions.
 
     Args:
-        prompt: text, or ids as they stand, such as a chat template's.
-        stop_ids: ids that end the text and are left out of it.
-        slide: at the end of the positions drop the older half of the context and go on, instead of stopping there.
-        on_text: called with each piece of text as soon as it is whole (a character may take several tokens).
+        prompt: Text, or ids that are used unchanged, such as those of a chat template.
+        stop_ids: Ids that end the text and are not part of it.
+        slide: At the end of the positions, drop the older half of the context and continue.
+        on_text: Called with each piece of text when its characters are complete.
 
     Raises:
-        InputError: an empty prompt where nothing says how a text begins, or a prompt longer than the model's positions.
-        TokenizerError: the prompt holds ids outside the model's vocabulary, or characters that the tokenizer does not know.
+        InputError: The prompt is empty and the tokenizer has no eos token, or it is longer than
+            the model's positions.
+        TokenizerError: The prompt has ids outside the vocabulary, or unknown characters.
     """
     if max_new_tokens < 1:
-        raise InputError("wrong value", field="max_new_tokens", got=max_new_tokens, allowed="1 or more")
+        raise InputError(
+            "wrong value", field="max_new_tokens", got=max_new_tokens, allowed="1 or more"
+        )
     prompt_ids = encode_prompt(decoder, tokenizer, prompt)
     max_positions = decoder.shape.max_position_embeddings
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -112,39 +133,45 @@ def complete(
                 stopped = "positions"
                 break
             context.keep_newest(max(1, max_positions // 2))
-        logits_V = context.next_logits()[: tokenizer.vocab_size]  # rows that only pad the vocabulary have no text
-        chosen = choose(logits_V, sampling, generator)
-        if chosen in stop_ids:
+        logits_V = context.next_logits()[: tokenizer.vocab_size]  # without vocabulary padding
+        token = choose(logits_V, sampling, generator)
+        if token in stop_ids:
             stopped = "eos"
             break
-        context.append(chosen)
-        stream.append(chosen)
+        context.append(token)
+        stream.append(token)
     return Completion(stream.finish(), tuple(prompt_ids), tuple(stream.ids), stopped)
 
 
 def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """Ids of a prompt that the model can take; an empty one begins as a document does."""
+    """Encode a prompt and check it against the model; an empty prompt becomes the eos id."""
     shape = decoder.shape
     ids = list(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     if not ids:
         if tokenizer.eos_id is None:
             raise InputError(
-                "the prompt is empty, and the tokenizer has no token that begins a text",
+                "the prompt is empty, and the tokenizer has no eos token to begin a text with",
                 field="prompt",
                 remedy="Give at least one character",
             )
-        ids = [tokenizer.eos_id]  # what stood before every document of the training stream
+        ids = [tokenizer.eos_id]  # precedes every document of the training stream
     if isinstance(prompt, str) and tokenizer.unknown_id in ids[len(tokenizer.prefix_ids) :]:
-        unknown = sorted({character for character in prompt if tokenizer.unknown_id in tokenizer.encode(character)})
+        unknown = sorted(
+            {
+                character
+                for character in prompt
+                if tokenizer.unknown_id in tokenizer.encode(character)
+            }
+        )
         raise TokenizerError(
-            "the tokenizer has no id for a part of the prompt",
+            "the tokenizer has no id for some characters of the prompt",
             field="prompt",
             got=", ".join(f"{character!r}" for character in unknown[:10]) or None,
-            remedy="Leave it out",
+            remedy="Remove them",
         )
     if max(ids) >= shape.vocab_size:
         raise TokenizerError(
-            "the tokenizer does not fit the model: an id lies outside the vocabulary",
+            "the tokenizer does not match the model: an id is outside the vocabulary",
             field="tokenizer",
             got=max(ids),
             allowed=f"0 to {shape.vocab_size - 1}",
@@ -161,76 +188,96 @@ def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str | Sequence
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next id. Drawn on the CPU in float32, so that a seed means the same on every device."""
+    """Choose the next id; drawn on the CPU in float32, for the same result on all devices."""
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
     logits_V = logits_V.to("cpu", torch.float32) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
-        least = torch.topk(logits_V, sampling.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
+        threshold = torch.topk(logits_V, sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < threshold, float("-inf"))
     probabilities_V = torch.softmax(logits_V, dim=-1)
     if sampling.top_p < 1.0:
         sorted_V, order_V = probabilities_V.sort(descending=True, stable=True)
-        # A token goes when those before it suffice; the likeliest has none before it and stays.
+        # Drop a token if those before it reach top_p; the first has none before it and stays.
         sorted_V[sorted_V.cumsum(0) - sorted_V >= sampling.top_p] = 0.0
         probabilities_V = torch.zeros_like(probabilities_V).scatter(0, order_V, sorted_V)
     return int(torch.multinomial(probabilities_V, 1, generator=generator))
 
 
 class _Context:
-    """The tokens so far, and the keys and values of those that the model has read.
+    """Tokens so far, with the cached keys and values of those that the model has processed.
 
-    longrope turns a text with other factors once it is longer than the original positions: the cache is built for texts up to
-    there, and where the text grows beyond it is read again with the factors of long ones.
+    longrope uses other factors for texts longer than the original positions. The cache
+    therefore first has the capacity of the original positions; a text that outgrows it is
+    processed again with the long factors.
     """
 
     def __init__(self, decoder: Decoder, ids: Iterable[int], max_tokens: int) -> None:
         self._decoder = decoder
         self._ids = list(ids)
-        originals = [rope.original_max_position_embeddings for rope in decoder.shape.ropes if rope.kind == "longrope"]
-        self._capacities = sorted({max_tokens, *(original for original in originals if original < max_tokens)})
+        originals = [
+            rope.original_max_position_embeddings
+            for rope in decoder.shape.ropes
+            if rope.kind == "longrope"
+        ]
+        self._capacities = sorted(
+            {max_tokens, *(original for original in originals if original < max_tokens)}
+        )
         self._cache: KeyValueCache | None = None
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def append(self, token: int) -> None:
-        """Add a token; the model reads it when its successor is asked for."""
+        """Add a token; the model processes it in the next `next_logits`."""
         self._ids.append(token)
 
     def keep_newest(self, num_tokens: int) -> None:
-        """Forget all but the newest tokens, which from now on stand at positions 0, 1, ..."""
+        """Drop all but the newest tokens; their positions restart at 0."""
         self._ids = self._ids[-num_tokens:]
         self._cache = None
 
     def next_logits(self) -> Tensor:
-        """Logits of the token after the last, `[V]`."""
-        decoder, weight_VD, tensor = self._decoder, self._decoder.head_weight, self._decoder.cuts.tensor
+        """Compute the logits of the token after the last, shape `[V]`."""
+        decoder = self._decoder
+        weight_VD = decoder.head_weight
+        tensor = decoder.cuts.tensor
         dtype = decoder.compute_dtype or weight_VD.dtype
         if self._cache is None or len(self._ids) > self._cache.max_tokens:
             capacity = next(size for size in self._capacities if size >= len(self._ids))
             degree = 1 if tensor is None else tensor.degree
-            self._cache = KeyValueCache(decoder.shape, 1, capacity, dtype=dtype, device=weight_VD.device, tensor_degree=degree)
+            self._cache = KeyValueCache(
+                decoder.shape,
+                1,
+                capacity,
+                dtype=dtype,
+                device=weight_VD.device,
+                tensor_degree=degree,
+            )
         unread_BT = torch.tensor([self._ids[self._cache.length :]], device=weight_VD.device)
         last_BTD = decoder.hidden(unread_BT, cache=self._cache)[:, -1:]
         return decoder.output(last_BTD, None, cached=True)[0, -1]
 
 
 class _TextStream:
-    """Ids to pieces of text, each as soon as it is whole: a character may be split over tokens, a word lose its space.
+    """Conversion of ids to complete pieces of text.
 
-    What a token adds is the text of a few tokens with it, less their text without it.
+    A character may be split over tokens, and a word may lose its space. The text of a token is
+    therefore the text of a window with it, minus the text of the window without it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], on_text: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: list[int], on_text: Callable[[str], None] | None
+    ) -> None:
         self.ids: list[int] = []
-        self._tokenizer, self._on_text = tokenizer, on_text
+        self._tokenizer = tokenizer
+        self._on_text = on_text
         self._window = list(prompt_ids)
         self._num_told = len(self._window)
         self._pieces: list[str] = []
 
     def append(self, token: int) -> None:
-        """Take a token; tell what it completes."""
+        """Add a token and emit the text that it completes."""
         self.ids.append(token)
         self._window.append(token)
         piece = self._untold()
@@ -238,13 +285,13 @@ class _TextStream:
             self._tell(piece)
 
     def finish(self) -> str:
-        """The whole text, a last broken character included."""
+        """Return the whole text, including an incomplete last character."""
         self._tell(self._untold())
         return "".join(self._pieces)
 
     def _untold(self) -> str:
-        told = self._tokenizer.decode(self._window[: self._num_told])
-        return self._tokenizer.decode(self._window)[len(told) :]
+        emitted = self._tokenizer.decode(self._window[: self._num_told])
+        return self._tokenizer.decode(self._window)[len(emitted) :]
 
     def _tell(self, piece: str) -> None:
         if piece:

@@ -1,4 +1,4 @@
-"""Start the ranks of one machine through torch's elastic launcher, pass stop signals on, and tell how it ended."""
+"""Start the ranks of one machine through torch's elastic launcher and report how they ended."""
 
 from __future__ import annotations
 
@@ -15,30 +15,41 @@ from types import FrameType
 
 from shardwright.errors import ExitCode, Preempted, RankFailed
 from shardwright.train.diagnosis import find_skip
-from shardwright.train.outcome import CONTROL_VARIABLE, LAUNCHER_VARIABLE, STOP_NOTE, cause, read_outcomes, with_skip
+from shardwright.train.outcome import (
+    CONTROL_VARIABLE,
+    LAUNCHER_VARIABLE,
+    STOP_NOTE,
+    cause,
+    read_outcomes,
+    with_skip,
+)
 from shardwright.train.signals import STOP_SIGNALS, StopRequest
 from shardwright.train.watchdog import Watcher, read_pulses
 
 
 def launch_ranks(
-    num_ranks: int, module: str, arguments: Sequence[str], stop: StopRequest | None = None, hangs: Path | None = None
+    num_ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    stop: StopRequest | None = None,
+    hangs: Path | None = None,
 ) -> None:
-    """Run `python -m module arguments...` as `num_ranks` ranks on this machine; returns when all have ended well.
+    """Run `python -m module arguments...` as `num_ranks` local ranks and wait for them.
 
-    Rank 0 shares this terminal; the output of the others goes to files, and their errors come back with their rank. `stop` is told
-    of stop signals, which are passed on to the ranks. A rank that hangs is found by its pulse and killed; `hangs` is the folder for
-    what is written of it then.
+    Rank 0 shares this terminal; the output of other ranks goes to files, and their errors are
+    raised here with the rank. Stop signals are recorded in `stop` and forwarded to the ranks. A
+    rank that hangs is detected by its heartbeat and killed; the report goes to folder `hangs`.
 
     Raises:
-        ShardwrightError: the one cause, where a rank failed.
-        Preempted: the ranks were asked to stop and have saved.
+        ShardwrightError: The cause, if a rank failed.
+        Preempted: The ranks were asked to stop and have saved.
     """
-    # Imported here: torch's launcher costs seconds, and a wrong recipe should be told before that.
+    # torch's launcher takes seconds to import, and recipe errors should come first.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Its warnings speak of processes and signals that the user never sees; failures come back as exceptions.
+    # Its warnings name processes and signals that users do not know; failures raise exceptions.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         control = Path(name)
@@ -52,8 +63,10 @@ def launch_ranks(
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=str(control / "logs"), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
-            # Stop signals are ours to pass on: the launcher's way is to stop at once, ours to save first.
+            logs_specs=DefaultLogsSpecs(
+                log_dir=str(control / "logs"), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)
+            ),
+            # Stop signals are forwarded by us: the launcher would stop at once, we save first.
             signals_to_handle="SIGQUIT",
         )
         statuses: dict[int, int] = {}
@@ -67,7 +80,10 @@ def launch_ranks(
                 ended_at = {rank: failure.timestamp for rank, failure in error.failures.items()}
         outcomes = read_outcomes(control)
         if watcher.verdict is not None:
-            raise RankFailed(f"{watcher.verdict.message}. All ranks have stopped; --resume goes on from the last checkpoint")
+            raise RankFailed(
+                f"{watcher.verdict.message}. "
+                "All ranks have stopped; --resume continues from the last checkpoint"
+            )
         if statuses:
             raise with_skip(cause(outcomes, statuses, ended_at), find_skip(read_pulses(control)))
         if any(outcome.exit_code == ExitCode.PREEMPTED for outcome in outcomes):
@@ -76,14 +92,16 @@ def launch_ranks(
 
 @contextmanager
 def _environment(num_ranks: int, control: Path) -> Iterator[None]:
-    """What every rank inherits."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Set the environment variables that every rank inherits; restore them afterwards."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     added = {
         CONTROL_VARIABLE: str(control),
         LAUNCHER_VARIABLE: str(os.getpid()),
-        # Ranks that each take every core slow each other down; torchrun's default is 1.
+        # Ranks that use all cores slow each other down; torchrun's default is 1.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
-        # c10d warns of peers that are gone, line by line; the cause is told once, at the end.
+        # c10d warns about each lost peer on its own line; we report the cause once, at the end.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     former = {key: os.environ.get(key) for key in added}
@@ -100,15 +118,15 @@ def _environment(num_ranks: int, control: Path) -> Iterator[None]:
 
 @contextmanager
 def _passing_signals_on(control: Path, stop: StopRequest | None) -> Iterator[None]:
-    """Stop signals go to every rank that has left its process id; this process waits for them to save."""
+    """Forward stop signals to the ranks that have written their process id."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if stop is not None:
             stop.note(number)
-        (control / STOP_NOTE).touch()  # read by ranks that have not left their process id yet
-        for note in control.glob("rank-*.pid"):
+        (control / STOP_NOTE).touch()  # for ranks without a process id file yet
+        for pid_file in control.glob("rank-*.pid"):
             with suppress(ProcessLookupError, ValueError):
-                os.kill(int(note.read_text()), number)
+                os.kill(int(pid_file.read_text()), number)
 
     former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     try:

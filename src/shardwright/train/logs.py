@@ -1,4 +1,4 @@
-"""What the rooms log through `logging` reaches the run's log file, and a warning reaches the terminal and the events."""
+"""Logging of a run: messages go to the log file, warnings to the terminal and the events."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ LOGGER = logging.getLogger("shardwright")
 
 
 class _Warnings(logging.Handler):
-    """Warnings become events, on rank 0 and elsewhere."""
+    """Handler that writes warnings as events, on every rank."""
 
     def __init__(self, speaker: Speaker) -> None:
         super().__init__(logging.WARNING)
         self.speaker = speaker
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Where the event file cannot be written the run ends at its next event, not in the middle of whatever logged this.
+        # If the event file is not writable, the run fails at its next event, not in a log call.
         with suppress(RunFailed):
             self.speaker.write("warning", message=record.getMessage())
 
 
 @contextmanager
 def logging_to(speaker: Speaker, path: Path, *, rank: int) -> Iterator[None]:
-    """While the block runs, shardwright's log goes to the speaker (warnings) and, on rank 0, to the file (everything)."""
+    """Send shardwright's warnings to `speaker` and, on rank 0, its other messages to a file."""
     handlers: list[logging.Handler] = [_Warnings(speaker)]
     if rank == 0:
         file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-        file.addFilter(lambda record: record.levelno < logging.WARNING)  # the speaker writes those
+        file.setFormatter(
+            logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        )
+        file.addFilter(lambda record: record.levelno < logging.WARNING)  # events
         handlers.append(file)
     former = LOGGER.level
     LOGGER.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""`precision: auto` at the start of a run: what was recorded before, or what all ranks agree on."""
+"""Precision of a run with `precision: auto`: recorded by the run, or agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ Kind = Literal["fp32", "bf16"]
 
 _KINDS: tuple[Kind, ...] = ("fp32", "bf16")
 _NOT_RECORDED = -1
-_RECORDED = "the run was begun in it"
+_RECORDED = "the run was started in it"
 
 
 def agree_on_precision(
     recipe: Recipe, folder: RunFolder, meeting: Meeting, device: torch.device, *, resume: bool
 ) -> PrecisionChoice | None:
-    """Agree on what `precision: auto` means for this run; None if the recipe names its precision.
+    """Choose the precision of a run with `precision: auto`; None if the recipe names one.
 
-    A run that resumes keeps the precision that it was begun in. Otherwise all ranks take bf16 if each
-    would, or else fp32. Every rank calls this, before any writes to the run folder.
+    A resumed run keeps its precision. Otherwise all ranks use bf16 if each of them would choose
+    it, else fp32. Collective, called before any rank writes to the run folder.
     """
     if recipe.precision.kind != "auto":
         return None
-    mine = choose_precision(device)
+    local = choose_precision(device)
     recorded = read_recorded_precision(folder) if resume and meeting.ranks.speaks else None
     index = _NOT_RECORDED if recorded is None else _KINDS.index(recorded)
-    rows = meeting.gather([index, float(mine.kind == "fp32")])
-    if (begun_in := int(rows[0][0])) != _NOT_RECORDED:
-        return _keep(_KINDS[begun_in], mine)
+    rows = meeting.gather([index, float(local.kind == "fp32")])
+    if (recorded_index := int(rows[0][0])) != _NOT_RECORDED:
+        return _keep(_KINDS[recorded_index], local)
     num_fp32 = sum(int(wants_fp32) for _, wants_fp32 in rows)
-    if num_fp32 and mine.kind == "bf16":
-        told = f"{num_fp32} of {len(rows)} ranks multiply bf16 more slowly than fp32"
-        return PrecisionChoice("fp32", told)
-    return mine
+    if num_fp32 and local.kind == "bf16":
+        reason = f"{num_fp32} of {len(rows)} ranks multiply bf16 more slowly than fp32"
+        return PrecisionChoice("fp32", reason)
+    return local
 
 
 def _keep(kind: Kind, mine: PrecisionChoice) -> PrecisionChoice:
     reason = _RECORDED
     if kind != mine.kind:
-        reason += f"; a new run would take {mine.kind} here, because {mine.reason}"
+        reason += f"; a new run would use {mine.kind} here, because {mine.reason}"
     return PrecisionChoice(kind, reason)
 
 
 def foresee_precision(recipe: Recipe) -> PrecisionChoice | None:
-    """Find what `precision: auto` would mean if the recipe were trained, or resumed, from here.
+    """Predict the choice of `precision: auto` for training or resuming on this machine.
 
     None if the recipe names its precision.
 
     Raises:
-        InputError: the catalogue does not know the recipe's cluster.
+        InputError: The catalogue does not know the recipe's cluster.
     """
     if recipe.precision.kind != "auto":
         return None
@@ -74,14 +74,14 @@ def foresee_precision(recipe: Recipe) -> PrecisionChoice | None:
 def read_recorded_precision(folder: RunFolder) -> Kind | None:
     """Read the precision of the newest checkpoint, or else of the run folder's recipe.
 
-    None if there is neither, or if `auto` would never choose it. What is damaged is passed over: whether
-    the run can resume is found out later.
+    None if there is neither, or if `auto` never chooses that precision. Damaged files are
+    ignored here; resuming reports them later.
     """
-    found: str | None = _read_from_checkpoint(folder)
-    if found is None and folder.recipe.is_file():
+    recorded: str | None = _read_from_checkpoint(folder)
+    if recorded is None and folder.recipe.is_file():
         with suppress(ShardwrightError):
-            found = folder.load_recipe().precision.kind
-    return next((kind for kind in _KINDS if kind == found), None)
+            recorded = folder.load_recipe().precision.kind
+    return next((kind for kind in _KINDS if kind == recorded), None)
 
 
 def _read_from_checkpoint(folder: RunFolder) -> str | None:

@@ -1,6 +1,7 @@
-"""Preference tuning: pairs of responses in rows, the reference that the model is held to, and what is told of them.
+"""Preference tuning: loss of pairs of responses against a reference model, and its metrics.
 
-A row holds a pair: the chosen response's document, then the rejected one's. What keeps documents apart keeps them apart.
+A row holds a pair as two documents: the chosen response, then the rejected one. They are kept
+apart like any other documents.
 
 Legend: B pairs (rows), T tokens of a row, N tokens of a micro-batch on this context rank.
 """
@@ -23,12 +24,17 @@ from shardwright.data.loader import MicroBatch
 from shardwright.errors import RecipeError
 from shardwright.model.head import LossFunction
 from shardwright.numerics.loss import token_losses
-from shardwright.numerics.preference import PairLosses, PreferenceTerms, preference_loss, response_log_probs
+from shardwright.numerics.preference import (
+    PairLosses,
+    PreferenceTerms,
+    preference_loss,
+    response_log_probs,
+)
 from shardwright.parallel import ParallelModel
 
 
 def wants_frozen_reference(recipe: Recipe) -> bool:
-    """Whether a second model stands beside the one that is trained; else its adapters are switched off."""
+    """Return True if a second model is the reference, not the model without its adapters."""
     assert recipe.preference is not None
     if recipe.preference.reference is None:
         return recipe.adapters is None
@@ -36,10 +42,10 @@ def wants_frozen_reference(recipe: Recipe) -> bool:
 
 
 def check_preference(recipe: Recipe) -> None:
-    """Refuse what preferences cannot be learned with, before ranks start.
+    """Check the recipe's preference section before ranks start.
 
     Raises:
-        RecipeError: by field.
+        RecipeError: The reference needs adapters, and the recipe has none.
     """
     if recipe.preference is None:
         return
@@ -49,13 +55,16 @@ def check_preference(recipe: Recipe) -> None:
             field="preference.reference",
             got="adapter_off",
             allowed="frozen",
-            remedy="Train adapters (adapters: ...), or hold the model to a frozen copy",
+            remedy="Train adapters (adapters: ...), or use a frozen copy as the reference",
         )
 
 
 @dataclass(frozen=True)
 class PreferenceNumbers:
-    """Means over the pairs of a step, of all ranks. A reward is beta x (log-probability of a response - the reference's)."""
+    """Means over the pairs of a step on all ranks.
+
+    A reward is beta x (log-probability of a response - log-probability under the reference).
+    """
 
     reward_chosen: float
     reward_rejected: float
@@ -65,36 +74,47 @@ class PreferenceNumbers:
 
 
 class PreferenceObjective:
-    """The pairs: their preference loss, divided by their number.
+    """Objective of preference tuning: loss of the pairs, divided by their number.
 
     Args:
-        model: that is trained.
-        reference: the same model with the weights that training began with, in the same layout and frozen; None switches the
-            adapters of `model` off in its place.
-        chunk_tokens: tokens whose logits are held at a time.
+        model: Model that is trained.
+        reference: Frozen model with the initial weights, in the same layout; None uses `model`
+            with its adapters disabled.
+        chunk_tokens: Tokens whose logits are in memory at a time.
     """
 
     def __init__(
-        self, section: PreferenceSection, model: ParallelModel, reference: ParallelModel | None, chunk_tokens: int
+        self,
+        section: PreferenceSection,
+        model: ParallelModel,
+        reference: ParallelModel | None,
+        chunk_tokens: int,
     ) -> None:
         self.terms = PreferenceTerms(section.beta, section.label_smoothing)
-        self.model, self.reference, self.chunk_tokens = model, reference, chunk_tokens
+        self.model = model
+        self.reference = reference
+        self.chunk_tokens = chunk_tokens
         self._seen: list[Tensor] = []
 
     def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The batches with the log-probabilities of their responses under the reference.
+        """Add the log-probabilities of the responses under the reference to the batches.
 
-        All are asked for before the model sees the first: between the actions of a pipeline's schedule nothing else can run. A
-        pipeline rank without the head learns none of them, and needs none.
+        Computed before the model's first forward pass, because nothing else can run between the
+        actions of a pipeline's schedule. Pipeline ranks without the head get and need none.
         """
-        found = self.reference_log_probs(micro_batches)
-        return [replace(batch, reference_B2=held) for batch, held in zip(micro_batches, found, strict=True)]
+        log_probs = self.reference_log_probs(micro_batches)
+        return [
+            replace(batch, reference_B2=pair)
+            for batch, pair in zip(micro_batches, log_probs, strict=True)
+        ]
 
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """The batch with the loss of its pairs."""
+        """Return the decoder's arguments for a batch, with the loss of its pairs."""
 
         def loss(*head: Any, **options: Any) -> Tensor:
-            assert batch.reference_B2 is not None, "the rank with the head has the reference's answer"
+            assert batch.reference_B2 is not None, (
+                "the rank with the head has the log-probabilities"
+            )
             return preference_loss(
                 *head,
                 reference_B2=batch.reference_B2,
@@ -109,24 +129,31 @@ class PreferenceObjective:
         return batch.arguments() | {"row_loss": _ByRow(batch, loss)}
 
     def count(self, batch: MicroBatch) -> int:
-        """Pairs; rows that fill the last batch of an evaluation are none."""
+        """Count the pairs, without the padding rows at the end of an evaluation."""
         return int((batch.labels_BT != IGNORED_LABEL).any(dim=1).sum())
 
     def reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Log-probabilities of the responses under the reference, `[B, 2]` in fp64 each; None where this rank has no head."""
-        found: dict[int, Tensor] = {}
+        """Compute the log-probabilities of the responses under the reference.
+
+        Returns `[B, 2]` in fp64 for each micro-batch, None on ranks without the head.
+        """
+        log_probs: dict[int, Tensor] = {}
 
         def read(*head: Any, sides_N: Tensor, samples_B: Tensor, **options: Any) -> Tensor:
             losses_N = token_losses(*head, chunk_tokens=self.chunk_tokens, **options)
-            found[int(samples_B[0])] = response_log_probs(losses_N, sides_N, len(samples_B), self._sum_over_row)
+            log_probs[int(samples_B[0])] = response_log_probs(
+                losses_N, sides_N, len(samples_B), self._sum_over_row
+            )
             return losses_N.sum()
 
         def arguments(batch: MicroBatch) -> dict[str, Any]:
-            return batch.arguments() | {"row_loss": _ByRow(batch, partial(read, samples_B=batch.sample_indices_B))}
+            return batch.arguments() | {
+                "row_loss": _ByRow(batch, partial(read, samples_B=batch.sample_indices_B))
+            }
 
         with self._answering_as_reference() as model:
             model.losses(micro_batches, arguments)
-        return [found.get(int(batch.sample_indices_B[0])) for batch in micro_batches]
+        return [log_probs.get(int(batch.sample_indices_B[0])) for batch in micro_batches]
 
     @contextmanager
     def _answering_as_reference(self) -> Iterator[ParallelModel]:
@@ -142,26 +169,39 @@ class PreferenceObjective:
 
     def _note(self, pairs: PairLosses) -> None:
         chosen_B, rejected_B = pairs.rewards_B2.detach().unbind(1)
-        columns = [chosen_B, rejected_B, (chosen_B > rejected_B).double(), torch.ones_like(chosen_B)]
+        columns = [
+            chosen_B,
+            rejected_B,
+            (chosen_B > rejected_B).double(),
+            torch.ones_like(chosen_B),
+        ]
         self._seen.append((torch.stack(columns) * pairs.valid_B).sum(dim=1))
 
     def take(self) -> PreferenceNumbers:
-        """What the pairs since the last time gave, over all ranks; every rank calls this."""
-        total = torch.stack(self._seen).sum(dim=0) if self._seen else torch.zeros(4, dtype=torch.float64, device=self.model.device)
+        """Return the means of the pairs since the last call, over all ranks. Collective."""
+        total = (
+            torch.stack(self._seen).sum(dim=0)
+            if self._seen
+            else torch.zeros(4, dtype=torch.float64, device=self.model.device)
+        )
         self._seen.clear()
-        # Of a pipeline's ranks the one with the head has seen them.
-        chosen, rejected, right, count = self.model.sum_over_batch(self.model.sum_over(total, ("pp",))).tolist()
+        # Of a pipeline's ranks, only the one with the head has recorded pairs.
+        chosen, rejected, num_correct, count = self.model.sum_over_batch(
+            self.model.sum_over(total, ("pp",))
+        ).tolist()
         count = max(1.0, count)
-        return PreferenceNumbers(chosen / count, rejected / count, (chosen - rejected) / count, right / count)
+        return PreferenceNumbers(
+            chosen / count, rejected / count, (chosen - rejected) / count, num_correct / count
+        )
 
 
 class _ByRow:
-    """Tells a loss of pairs which side of which pair each token is of."""
+    """Loss of pairs with the side (pair and response) of each token."""
 
     def __init__(self, batch: MicroBatch, loss: Callable[..., Tensor]) -> None:
-        assert batch.document_ids_BT is not None, "pairs lie in rows as documents"
+        assert batch.document_ids_BT is not None, "the responses of a pair are documents of a row"
         rows_B1 = torch.arange(len(batch.labels_BT), device=batch.labels_BT.device).unsqueeze(1)
-        # Behind the two responses a row is filled up; what fills it is not supervised, and may count to either side.
+        # Padding after the responses is unsupervised, so it may count to either side.
         self.sides_BT = 2 * rows_B1 + batch.document_ids_BT.clamp(max=1)
         self.loss = loss
 

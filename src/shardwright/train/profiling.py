@@ -1,6 +1,6 @@
-"""Profiles of chosen steps: each rank's own, and all of them on one clock as one trace in the run folder.
+"""Profiles of chosen steps, merged over all ranks into one trace on a common clock.
 
-profile/step-00000010.json.gz     step 10 of all ranks, for https://ui.perfetto.dev or chrome://tracing
+profile/step-00000010.json.gz   step 10, for https://ui.perfetto.dev or chrome://tracing
 """
 
 from __future__ import annotations
@@ -22,22 +22,30 @@ logger = logging.getLogger(__name__)
 
 
 class ProfiledSteps:
-    """Profiles the steps that a recipe names (`run.profile_steps`); a step counts as its event does, from 1.
+    """Profiler of the steps in `run.profile_steps`, which are numbered from 1, as in events.
 
-    A profiled step is slower than others. Parts are written where all ranks can reach them: the run folder.
+    A profiled step is slower than others. The run folder must be reachable from all ranks: each
+    writes its part there.
     """
 
-    def __init__(self, folder: Path, steps: Collection[int], device: torch.device, rank: int) -> None:
-        self._folder, self._steps, self._rank = folder, frozenset(steps), rank
-        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    def __init__(
+        self, folder: Path, steps: Collection[int], device: torch.device, rank: int
+    ) -> None:
+        self._folder = folder
+        self._steps = frozenset(steps)
+        self._rank = rank
+        self._activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
+        ]
 
     def due(self, step: int) -> bool:
-        """Whether this step is one of them."""
+        """Return True if this step is profiled."""
         return step in self._steps
 
     @contextmanager
     def profiling(self, step: int) -> Iterator[None]:
-        """Bracket a step; its trace lies in the run folder afterwards."""
+        """Profile the step that runs in the block, and write its trace to the run folder."""
         if not self.due(step):
             yield
             return
@@ -47,29 +55,41 @@ class ProfiledSteps:
             self._part(step, self._rank).parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._part(step, self._rank)))
         except (OSError, RuntimeError) as error:
-            logger.warning("step %d: the profile of rank %d cannot be written: %s", step, self._rank, error)
+            logger.warning(
+                "step %d: the profile of rank %d cannot be written: %s", step, self._rank, error
+            )
 
     def gather(self, step: int, meeting: Meeting, clock: SharedClock, speaker: Speaker) -> None:
-        """Put the ranks' traces together, on rank 0. Every rank calls this after the step."""
-        rows = meeting.gather([clock.wall_offset_seconds, clock.error_seconds])  # everybody has written by now
+        """Merge the ranks' traces on rank 0. Collective, called after the step."""
+        rows = meeting.gather(
+            [clock.wall_offset_seconds, clock.error_seconds]
+        )  # all ranks have written by now
         if self._rank != 0:
             return
-        traces = [RankTrace(rank, self._part(step, rank), offset) for rank, (offset, _) in enumerate(rows)]
-        found = [trace for trace in traces if trace.path.is_file()]
-        if len(found) < len(traces):
-            lacking = ", ".join(str(trace.rank) for trace in traces if trace not in found)
-            logger.warning("step %d: no profile of ranks %s has come to %s", step, lacking, self._folder)
+        traces = [
+            RankTrace(rank, self._part(step, rank), offset) for rank, (offset, _) in enumerate(rows)
+        ]
+        present = [trace for trace in traces if trace.path.is_file()]
+        if len(present) < len(traces):
+            missing = ", ".join(str(trace.rank) for trace in traces if trace not in present)
+            logger.warning(
+                "step %d: the profiles of ranks %s are missing from %s", step, missing, self._folder
+            )
         out = self._folder / f"step-{step:08d}.json.gz"
         try:
-            merge_traces(found, out)
+            merge_traces(present, out)
         except (OSError, ValueError, KeyError) as error:
-            logger.warning("step %d: the profiles cannot be put together, the ranks' own stay: %s", step, error)
+            logger.warning(
+                "step %d: cannot merge the profiles, those of single ranks remain: %s", step, error
+            )
             return
-        for trace in found:
+        for trace in present:
             trace.path.unlink(missing_ok=True)
         error_seconds = max(error for _, error in rows)
         path = f"{self._folder.name}/{out.name}"
-        speaker.write("profile", step=step, path=path, ranks=len(found), clock_error_seconds=error_seconds)
+        speaker.write(
+            "profile", step=step, path=path, ranks=len(present), clock_error_seconds=error_seconds
+        )
 
     def _part(self, step: int, rank: int) -> Path:
         return self._folder / f"step-{step:08d}.rank-{rank}.json"

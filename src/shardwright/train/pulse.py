@@ -1,12 +1,13 @@
-"""What one rank is doing, in a small file that others map: phase, step, a heartbeat, and the collectives it has entered.
+"""Heartbeat of a rank in a small mapped file: phase, step, time, and the collectives entered.
 
-    rank-3.pulse       a header, then a ring of the last collectives; written by memory stores, read by anybody on the machine
-    rank-3.channels    one JSON line per process group or pair of ranks: which ranks belong to a key of the ring
-    rank-3.stacks      where the rank's stacks go when it is asked for them by SIGUSR2
+    rank-3.pulse       header and ring of the last collectives, readable by all local processes
+    rank-3.channels    one JSON line per process group or pair of ranks: the ranks of a ring key
+    rank-3.stacks      stacks that the rank writes on SIGUSR2
 
-A memory store needs nobody's help: a rank that is stopped, or whose interpreter is held, leaves the last thing it did. Its stacks
-are written by `faulthandler`, in the signal's handler, without the interpreter's lock. Times are CLOCK_MONOTONIC, which all
-processes of a machine share and which no change of the wall clock moves. No torch.
+The rank writes by memory stores, so the last state is readable even if the process is stopped
+or its interpreter lock is not released. `faulthandler` writes the stacks in the signal handler,
+also without that lock. Times are CLOCK_MONOTONIC, which all processes of a machine share and
+which changes of the wall clock do not affect. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,22 +33,33 @@ PHASES = ("setup", "step", "evaluate", "save", "done")
 STACKS_SIGNAL = signal.SIGUSR2
 BEAT_SECONDS = 0.5
 PIPE_STEM = "nccl-"
-"""On CUDA `nccl-<rank>.pipe` lies beside the pulse: NCCL writes down its own record when something is written there."""
+"""Prefix of `nccl-<rank>.pipe`, beside the heartbeat on CUDA; NCCL dumps its record when
+something is written to it."""
 
 _MAGIC = b"SWPULSE1"
-_WHO, _WHAT, _TIME, _COUNT = struct.Struct("<8sQII"), struct.Struct("<qIxxxxdd"), struct.Struct("<d"), struct.Struct("<Q")
-_WHAT_AT, _ALIVE_AT, _WAITING_AT, _COUNT_AT = 24, 56, 64, 72
-"""Bytes: magic, process id, rank and world size; step, phase, since when and for how long at most; the heartbeat; since when the
-rank waits, or 0; how many collectives it has entered. Eight bytes each where they change alone: a reader never sees half of one."""
+_WHO = struct.Struct("<8sQII")
+"""Magic, process id, rank, world size."""
+_WHAT = struct.Struct("<qIxxxxdd")
+"""Step, phase, start time and time limit of the phase in seconds."""
+_TIME = struct.Struct("<d")
+_COUNT = struct.Struct("<Q")
+_WHAT_AT = 24
+_ALIVE_AT = 56
+_WAITING_AT = 64
+"""Offset of the start time of a wait; 0 if the rank does not wait."""
+_COUNT_AT = 72
+"""Offset of the number of collectives entered. Fields that change alone have eight bytes, so a
+reader never sees a partial write."""
 _RECORD = struct.Struct("<QQIxxxxQd")
 """Channel, number, operation, elements, time."""
-_RING_START, _RING_LENGTH = 256, 2048
+_RING_START = 256
+_RING_LENGTH = 2048
 _SIZE_BYTES = _RING_START + _RING_LENGTH * _RECORD.size
 
 
 @dataclass(frozen=True)
 class Entered:
-    """A collective or message that a rank has entered: the `number`-th, from 1, of its channel."""
+    """Collective or message that a rank has entered; `number` starts at 1 in each channel."""
 
     channel: int
     number: int
@@ -56,23 +68,25 @@ class Entered:
     at_seconds: float
 
     def same_as(self, other: Entered) -> bool:
-        """Whether both may be ends of one collective."""
+        """True if both can be calls of the same collective on different ranks."""
         return (self.operation, self.elements) == (other.operation, other.elements)
 
     def __str__(self) -> str:
-        return f"{self.operation} #{self.number}" + (f" ({self.elements:,} elements)" if self.elements else "")
+        return f"{self.operation} #{self.number}" + (
+            f" ({self.elements:,} elements)" if self.elements else ""
+        )
 
 
 OPERATIONS = (
-    "?", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier", "reduce", "gather", "scatter",
-    "send", "recv",
+    "?", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier",
+    "reduce", "gather", "scatter", "send", "recv",
 )  # fmt: skip
-"""Names by the number that stands in the ring."""
+"""Names of operations; the index is the number in the ring."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group, or one direction of a pair of ranks in one."""
+    """Process group, or one direction between two of its ranks."""
 
     key: int
     name: str
@@ -80,7 +94,7 @@ class Channel:
 
 
 def channel_of(group: str, ranks: Sequence[int], *, pair: tuple[int, int] | None = None) -> Channel:
-    """The channel of a group, or of the messages from one of its ranks to another; its key is the same on every rank."""
+    """Build the channel of a group or a pair of its ranks; its key is the same on all ranks."""
     name = f"group {group} (ranks {_spans(ranks)})"
     if pair is not None:
         name = f"messages from rank {pair[0]} to rank {pair[1]} in {name}"
@@ -89,7 +103,8 @@ def channel_of(group: str, ranks: Sequence[int], *, pair: tuple[int, int] | None
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """
+    """Format ranks as a range if they are consecutive.
+
     >>> _spans([0, 1, 2, 3]), _spans([0, 4])
     ('0-3', '0, 4')
     """
@@ -99,15 +114,17 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 class Pulse:
-    """The writer: one per rank. `begin` says what it does, `enter` and `wait` what it does with the others."""
+    """Writer of a rank's heartbeat: phases (`begin`) and communication (`enter`, `wait`)."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         """
         Raises:
-            InputError: a living process says it is this rank of this generation.
+            InputError: Another running process has this rank of the same launch.
         """
-        self.rank, self.folder = rank, folder
-        self._path, self._owner = folder / f"rank-{rank}.pulse", threading.get_ident()
+        self.rank = rank
+        self.folder = folder
+        self._path = folder / f"rank-{rank}.pulse"
+        self._owner = threading.get_ident()
         self._map = self._claim()
         self._channels = (folder / f"rank-{rank}.channels").open("w", encoding="utf-8")
         self._told: set[int] = set()
@@ -124,14 +141,15 @@ class Pulse:
         self._beating.start()
 
     def _claim(self) -> mmap.mmap:
-        """The file, made whole before it gets its name, which only one living process may hold."""
+        """Create the complete file, then rename it; raise if a live process owns the name."""
         before = read_pulse(self._path)
         if before is not None and before.pid != os.getpid() and _lives(before.pid):
             raise InputError(
-                f"two processes say they are rank {self.rank} of one run (this one and process {before.pid})",
+                f"two processes have rank {self.rank} of the same run "
+                f"(this one and process {before.pid})",
                 field="RANK",
                 got=self.rank,
-                remedy="Give every process a rank of its own, or end the ranks of the run before",
+                remedy="Give every process its own rank, or end the ranks of the earlier run",
             )
         partial = self._path.with_suffix(f".{os.getpid()}")
         partial.write_bytes(bytes(_SIZE_BYTES))
@@ -141,11 +159,13 @@ class Pulse:
         return mapped
 
     def begin(self, phase: str, limit_seconds: float, *, step: int = 0) -> None:
-        """From now on this rank is in `phase` of `step`, for at most `limit_seconds` unless something hangs."""
-        _WHAT.pack_into(self._map, _WHAT_AT, step, PHASES.index(phase), time.monotonic(), limit_seconds)
+        """Record that `phase` of `step` starts and should take at most `limit_seconds`."""
+        _WHAT.pack_into(
+            self._map, _WHAT_AT, step, PHASES.index(phase), time.monotonic(), limit_seconds
+        )
 
     def enter(self, channel: Channel, operation: int, elements: int) -> None:
-        """The rank is about to take part in a collective of a channel."""
+        """Record that the rank enters a collective of a channel."""
         if channel.key not in self._told:
             self._told.add(channel.key)
             self._channels.write(json.dumps([channel.key, channel.name, channel.ranks]) + "\n")
@@ -154,11 +174,13 @@ class Pulse:
         self._numbers[channel.key] = number
         place = next(self._places)
         start = _RING_START + place % _RING_LENGTH * _RECORD.size
-        _RECORD.pack_into(self._map, start, channel.key, number, operation, elements, time.monotonic())
+        _RECORD.pack_into(
+            self._map, start, channel.key, number, operation, elements, time.monotonic()
+        )
         _COUNT.pack_into(self._map, _COUNT_AT, place + 1)
 
     def wait(self, *, waits: bool) -> None:
-        """The rank begins to wait for others, or has it behind it. Threads beside the training's own do not count."""
+        """Record the start or end of a wait for other ranks, in the training thread only."""
         if threading.get_ident() == self._owner:
             _TIME.pack_into(self._map, _WAITING_AT, time.monotonic() if waits else 0.0)
 
@@ -167,7 +189,7 @@ class Pulse:
             _TIME.pack_into(self._map, _ALIVE_AT, time.monotonic())
 
     def close(self) -> None:
-        """The rank leaves in good order: nobody is to wait for it any more, and its name is free."""
+        """Stop the heartbeat and remove the files; other ranks no longer wait for this one."""
         self.begin("done", 0.0)
         self._closing.set()
         self._beating.join()
@@ -181,7 +203,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class PulseView:
-    """A rank as others see it at one moment; times are seconds of CLOCK_MONOTONIC."""
+    """State of a rank at one moment; times are seconds of CLOCK_MONOTONIC."""
 
     rank: int
     pid: int
@@ -190,21 +212,23 @@ class PulseView:
     step: int
     since: float
     limit_seconds: float
-    """0 where nothing is awaited of it."""
+    """Time limit of the phase; 0 for none."""
     alive: float
-    """Last beat of the rank's own thread: it comes to a halt where the process is stopped, or the interpreter held."""
+    """Last beat of the rank's heartbeat thread, which stops with process or interpreter."""
     waiting_since: float | None
     entered: tuple[Entered, ...]
-    """The last collectives, oldest first."""
+    """Last collectives, oldest first."""
     channels: dict[int, Channel]
 
     def last_of(self, channel: int) -> Entered | None:
-        """The newest collective of a channel that the ring still has."""
-        return next((entered for entered in reversed(self.entered) if entered.channel == channel), None)
+        """Return the newest collective of a channel that is still in the ring."""
+        return next(
+            (entered for entered in reversed(self.entered) if entered.channel == channel), None
+        )
 
 
 def read_pulse(path: Path) -> PulseView | None:
-    """What a pulse file says; None where there is none, or none yet."""
+    """Read a heartbeat file; None if it is missing or not complete yet."""
     try:
         data = path.read_bytes()
         lines = path.with_suffix(".channels").read_text(encoding="utf-8").splitlines()
@@ -214,20 +238,33 @@ def read_pulse(path: Path) -> PulseView | None:
         return None
     _, pid, rank, world_size = _WHO.unpack_from(data)
     step, phase, since, limit = _WHAT.unpack_from(data, _WHAT_AT)
-    ((alive,), (waiting,)), (count,) = (
-        (_TIME.unpack_from(data, at) for at in (_ALIVE_AT, _WAITING_AT)),
-        _COUNT.unpack_from(data, _COUNT_AT),
-    )
+    (alive,) = _TIME.unpack_from(data, _ALIVE_AT)
+    (waiting,) = _TIME.unpack_from(data, _WAITING_AT)
+    (count,) = _COUNT.unpack_from(data, _COUNT_AT)
     records = []
     for place in range(max(0, count - _RING_LENGTH), count):
-        key, number, operation, elements, at = _RECORD.unpack_from(data, _RING_START + place % _RING_LENGTH * _RECORD.size)
+        key, number, operation, elements, at = _RECORD.unpack_from(
+            data, _RING_START + place % _RING_LENGTH * _RECORD.size
+        )
         records.append(Entered(key, number, OPERATIONS[operation], elements, at))
     channels = {}
     for line in lines:
-        with suppress(ValueError):  # a line that is being written
+        with suppress(ValueError):  # incomplete line, still being written
             key, name, ranks = json.loads(line)
             channels[key] = Channel(key, name, tuple(ranks))
-    return PulseView(rank, pid, world_size, PHASES[phase], step, since, limit, alive, waiting or None, tuple(records), channels)
+    return PulseView(
+        rank,
+        pid,
+        world_size,
+        PHASES[phase],
+        step,
+        since,
+        limit,
+        alive,
+        waiting or None,
+        tuple(records),
+        channels,
+    )
 
 
 def _lives(pid: int) -> bool:
@@ -236,5 +273,5 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's, but alive
+        pass  # a live process of another user
     return True

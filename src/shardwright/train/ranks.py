@@ -1,4 +1,4 @@
-"""Which rank this process is: read off torchrun's or Slurm's environment, or a process by itself."""
+"""Rank of this process, read from the environment of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.errors import InputError
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """`rank` of `world_size`, `local_rank` on its node."""
+    """`rank` of `world_size` ranks, and `local_rank` on its node."""
 
     rank: int = 0
     world_size: int = 1
@@ -19,15 +19,16 @@ class RankEnvironment:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank prints and writes the run's files."""
+        """True for the rank that prints and writes the run's files."""
         return self.rank == 0
 
 
 def find_ranks(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """The rank that a launcher gave this process; None when nobody launched it.
+    """Read this process's rank from the environment; None if no launcher started it.
 
-    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; srun sets SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. A Slurm job of one
-    task (a login shell inside an allocation) is a process by itself. Under srun MASTER_ADDR and MASTER_PORT must be set.
+    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; srun sets SLURM_PROCID, SLURM_NTASKS and
+    SLURM_LOCALID. A Slurm job of one task (a login shell in an allocation) counts as not
+    launched. Under srun, MASTER_ADDR and MASTER_PORT must be set.
 
     >>> find_ranks({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     RankEnvironment(rank=1, world_size=2, local_rank=1)
@@ -35,31 +36,40 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> RankEnvironment 
     True
     """
     source = os.environ if environment is None else environment
-    for rank, world_size, local_rank in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+    for rank, world_size, local_rank in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
         if rank in source and world_size in source:
-            found = RankEnvironment(
-                _whole(source, rank), _whole(source, world_size), _whole(source, local_rank) if local_rank in source else 0
+            ranks = RankEnvironment(
+                _whole(source, rank),
+                _whole(source, world_size),
+                _whole(source, local_rank) if local_rank in source else 0,
             )
-            if rank == "SLURM_PROCID" and found.world_size == 1:
+            if rank == "SLURM_PROCID" and ranks.world_size == 1:
                 return None
-            if not 0 <= found.rank < found.world_size:
+            if not 0 <= ranks.rank < ranks.world_size:
                 raise InputError(
-                    "the rank is not below the world size", field=rank, got=found.rank, allowed=f"0 to {found.world_size - 1}"
+                    "the rank is not below the world size",
+                    field=rank,
+                    got=ranks.rank,
+                    allowed=f"0 to {ranks.world_size - 1}",
                 )
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in source]
             if environment is None and missing:
                 raise InputError(
-                    "ranks cannot find each other",
+                    "the ranks cannot connect to each other",
                     field=" and ".join(missing),
                     got="not set",
-                    remedy="torchrun sets them; under srun export the first node's name and a free port",
+                    remedy="torchrun sets them; "
+                    "under srun, export the first node's name and a free port",
                 )
-            return found
+            return ranks
     return None
 
 
 def was_restarted() -> bool:
-    """Whether torchrun has started its ranks again after a loss: the run is there and goes on."""
+    """Return True if torchrun has restarted its ranks after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

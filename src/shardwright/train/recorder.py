@@ -1,10 +1,10 @@
-"""Every collective that this process enters is noted in its pulse, and since when it waits for the others.
+"""Recording of the collectives that this process enters, and of its waits, in its heartbeat.
 
-What is wrapped are torch's process groups themselves, the one place through which FSDP2's, DDP's and our own collectives all go:
-a wrapper around our functions would not see theirs, and torch's flight recorder can be read only by the rank that wrote it, which
-is of no use where that rank is stopped. A call costs some microseconds (docs/decisions/0045-watchdog.md has the measurement).
-Where C++ waits by itself (DDP's buckets at the end of the backward pass, streams on CUDA) the collective has been noted, the wait
-is not.
+Wraps the methods of torch's process groups, through which all collectives go: those of FSDP2,
+DDP and our own. Wrappers of our functions would miss the former, and torch's flight recorder is
+readable only by its own rank, which fails if that rank is stopped. A call costs a few
+microseconds (measured in docs/decisions/0045-watchdog.md). Waits inside C++ (DDP's buckets at
+the end of the backward pass, CUDA streams) are not recorded, only their collectives.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ _METHODS = {
     "send": "send",
     "recv": "recv",
 }
-"""Methods of torch's ProcessGroup, as far as this torch has them, and what they do."""
+"""Methods of torch's ProcessGroup -> operation; not all exist in every torch version."""
 
 _UNEVEN = ("all_to_all", "barrier", "gather", "scatter")
-"""Operations whose ranks may name different numbers of elements."""
+"""Operations whose ranks may have different numbers of elements."""
 
 
 def ask_nccl_to_record(pulse: Pulse, hangs: Path) -> None:
-    """Let NCCL keep its own record, which knows what has started on the device; before its groups are made, by the environment.
+    """Enable NCCL's flight recorder, which knows the collectives started on the device.
 
-    It is written to `hangs` when a collective times out, and when the watchdog writes to the pipe beside the pulse
-    (`watchdog.Watcher`). What the user has set already stays. Torch 2.9 renamed two of the variables and reads both names.
+    Sets environment variables, so it must run before NCCL creates groups; values set by the
+    user stay. NCCL writes the record to `hangs` when a collective times out, and when the
+    watchdog writes to the pipe beside the heartbeat (`watchdog.Watcher`). Torch 2.9 renamed two
+    of the variables and reads both names.
     """
     stem = str(hangs / "nccl-rank-")
     for name, value in (
@@ -67,20 +69,27 @@ def ask_nccl_to_record(pulse: Pulse, hangs: Path) -> None:
 
 @contextmanager
 def recording(pulse: Pulse, hangs: Path) -> Iterator[None]:
-    """While the block runs, collectives of this process are noted in `pulse`; NCCL notes them, too, for `hangs`."""
+    """Record this process's collectives in `pulse`, and NCCL's record in `hangs`."""
     if torch.cuda.is_available():
         ask_nccl_to_record(pulse, hangs)
-    # From the class's own dict: what getattr gives is no longer bound when it is put back.
-    former = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
-    former_wait, wait_for = vars(dist.Work)["wait"], dist.Work.wait
+    # From the class's dict: getattr returns another object than the one to restore.
+    former = {
+        name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)
+    }
+    former_wait = vars(dist.Work)["wait"]
+    wait_for = dist.Work.wait
     channels: dict[tuple[str, int, int], Channel] = {}
     for name in former:
-        setattr(dist.ProcessGroup, name, _noted(pulse, channels, _METHODS[name], getattr(dist.ProcessGroup, name)))
+        setattr(
+            dist.ProcessGroup,
+            name,
+            _noted(pulse, channels, _METHODS[name], getattr(dist.ProcessGroup, name)),
+        )
 
     def wait(work: dist.Work, *arguments: Any, **options: Any) -> Any:
         pulse.wait(waits=True)
         result = wait_for(work, *arguments, **options)
-        pulse.wait(waits=False)  # not after an error: what it waited for in vain is what others want to know
+        pulse.wait(waits=False)  # not after an error: the watchdog needs the wait
         return result
 
     dist.Work.wait = wait  # type: ignore[method-assign, assignment]
@@ -93,19 +102,25 @@ def recording(pulse: Pulse, hangs: Path) -> Iterator[None]:
 
 
 def _noted(
-    pulse: Pulse, channels: dict[tuple[str, int, int], Channel], operation: str, method: Callable[..., Any]
+    pulse: Pulse,
+    channels: dict[tuple[str, int, int], Channel],
+    operation: str,
+    method: Callable[..., Any],
 ) -> Callable[..., Any]:
-    number, even = OPERATIONS.index(operation), operation not in _UNEVEN
+    number = OPERATIONS.index(operation)
+    even = operation not in _UNEVEN
     paired = operation in ("send", "recv")
 
     def enter(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
-        there = int(arguments[1]) if paired else -1
-        sender, receiver = (group.rank(), there) if operation == "send" else (there, group.rank())
+        peer = int(arguments[1]) if paired else -1
+        sender, receiver = (group.rank(), peer) if operation == "send" else (peer, group.rank())
         key = (group.group_name, sender, receiver) if paired else (group.group_name, -1, -1)
         channel = channels.get(key)
         if channel is None:
             ranks = dist.get_process_group_ranks(group)
-            channel = channel_of(group.group_name, ranks, pair=(ranks[sender], ranks[receiver]) if paired else None)
+            channel = channel_of(
+                group.group_name, ranks, pair=(ranks[sender], ranks[receiver]) if paired else None
+            )
             channels[key] = channel
         pulse.enter(channel, number, _elements(arguments) if even else 0)
         return method(group, *arguments, **options)
@@ -114,7 +129,7 @@ def _noted(
 
 
 def _elements(arguments: Sequence[Any]) -> int:
-    """Elements of the first tensor that a collective was given."""
+    """Count the elements of the first tensor of a collective's arguments."""
     first: Any = arguments[0] if arguments else None
     while isinstance(first, list | tuple):
         if not first:

@@ -1,4 +1,4 @@
-"""What to do about memory that did not suffice: the cheapest change that would fit, and what lay in the device's memory."""
+"""Advice after running out of memory: the cheapest change that fits, and a memory snapshot."""
 
 from __future__ import annotations
 
@@ -20,47 +20,54 @@ from shardwright.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
-_IN_GENERAL = "Smaller training.micro_batch_size, recompute: full, or more sharding (layout) take less"
+_IN_GENERAL = (
+    "To save memory: a smaller training.micro_batch_size, recompute: full, or more sharding"
+)
 
 
 def cheapest_fit(checked: Checked) -> str:
-    """A sentence: the change after which the planner expects the run to fit and to be fastest, with memory and time.
+    """Describe the change with which the planner expects the run to fit and to be fastest.
 
-    Without a `cluster` in the recipe nobody knows what would fit: then what helps in general.
+    General advice if the recipe names no `cluster`, without which the planner cannot tell.
     """
     recipe = checked.recipe
     if recipe.cluster is None:
-        return f"{_IN_GENERAL}; with the recipe's `cluster` named, the planner says which is cheapest"
+        return f"{_IN_GENERAL}. If the recipe names its `cluster`, the planner finds the cheapest"
     try:
         cluster = cluster_of(recipe.cluster, checked.plan.layout.world_size)
-        predictor = Predictor(facts_of(checked.shape), cluster, load_efficiencies().of(cluster.accelerator))
+        predictor = Predictor(
+            facts_of(checked.shape), cluster, load_efficiencies().of(cluster.accelerator)
+        )
         candidate = candidate_of_run(recipe, checked)
-        change, changed = cheapest_change(predictor, question_of(recipe, candidate, cluster.num_gpus), candidate)
+        change, changed = cheapest_change(
+            predictor, question_of(recipe, candidate, cluster.num_gpus), candidate
+        )
         before = predictor.predict(candidate)
-    except InputError:  # the recipe's cluster is not what runs; the story is the memory
+    except InputError:  # the recipe's cluster does not match the run; the error is about memory
         return _IN_GENERAL
     if change is None or changed is None:
-        return f"No change that the planner knows fits these devices. {_IN_GENERAL}"
-    return (
-        f"The cheapest change that would fit: {change} (predicted {format_bytes(changed.memory.total)} in place of "
-        f"{format_bytes(before.memory.total)}, a step {format_seconds(changed.time.step)} in place of "
-        f"{format_seconds(before.time.step)})"
-    )
+        return f"No change that the planner knows makes the run fit these devices. {_IN_GENERAL}"
+    memory = f"{format_bytes(changed.memory.total)} instead of {format_bytes(before.memory.total)}"
+    time = f"{format_seconds(changed.time.step)} instead of {format_seconds(before.time.step)}"
+    return f"The cheapest change that would fit: {change} (predicted {memory}, step time {time})"
 
 
 def save_snapshot(folder: Path, rank: int, device: torch.device) -> Path | None:
-    """What the allocator holds, block by block, as `memory/rank-N.pickle` in the run folder, for https://pytorch.org/memory_viz.
+    """Save the CUDA allocator's blocks as `memory/rank-N.pickle` in the run folder.
 
-    None on a CPU, whose allocator keeps no books, and where it cannot be written.
+    View it at https://pytorch.org/memory_viz. Returns None on a CPU, whose allocator keeps no
+    record, and if the file cannot be written.
     """
     if device.type != "cuda":
         return None
     path = folder / "memory" / f"rank-{rank}.pickle"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Documented under this name (Understanding CUDA Memory Usage); the public memory_snapshot() has another form.
+        # Documented in Understanding CUDA Memory Usage; memory_snapshot() has another format.
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError, MemoryError) as error:
-        logger.warning("the memory of rank %d cannot be written to %s: %s", rank, path, error)
+        logger.warning(
+            "the memory snapshot of rank %d cannot be written to %s: %s", rank, path, error
+        )
         return None
     return path

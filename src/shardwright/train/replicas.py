@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same weights do: a bit that flipped in one of them is found and named."""
+"""Check that replicated weights are identical on all ranks, to find flipped bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from shardwright.parallel.reduce import narrow
 
 
 def differing_replicas(model: ParallelModel) -> str | None:
-    """What differs between ranks that hold the same part of a parameter, in words; None where all agree. Every rank calls this.
+    """Describe how ranks differ that hold the same part of a parameter; None if all agree.
 
-    Compared is an XOR over the bits of each part (`torch.hash_tensor`): any one value that differs is found. Parts that one rank
-    alone holds, as ZeRO and tensor parallelism leave them, have nobody to be compared with.
-    Copies are equal to the bit after every step, since each adds the same sums to the same weights.
+    Collective. Compares an XOR over the bits of each part (`torch.hash_tensor`), which finds
+    any single differing value. Replicas are identical to the bit, because each adds the same
+    sums to the same weights. Parts on one rank only (ZeRO, tensor parallelism) have no replica.
     """
-    places, hashes = [], []
+    places = []
+    hashes = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = local_part(parameter.detach())
@@ -27,22 +28,26 @@ def differing_replicas(model: ParallelModel) -> str | None:
                 if part.numel():
                     places.append(f"{name} {[list(bounds) for bounds in box.whole]}")
                     hashes.append(torch.hash_tensor(part).view(torch.int64))
-    mine = dict(zip(places, torch.stack(hashes).tolist() if hashes else [], strict=True))
-    told: dict[str, dict[int, int]] = {}
-    for rank, parts in enumerate(Ranks().gather(mine)):
+    local_hashes = dict(zip(places, torch.stack(hashes).tolist() if hashes else [], strict=True))
+    hashes_by_place: dict[str, dict[int, int]] = {}
+    for rank, parts in enumerate(Ranks().gather(local_hashes)):
         for place, value in parts.items():
-            told.setdefault(place, {})[rank] = value
-    wrong = {place: values for place, values in told.items() if len(set(values.values())) > 1}
+            hashes_by_place.setdefault(place, {})[rank] = value
+    wrong = {
+        place: values for place, values in hashes_by_place.items() if len(set(values.values())) > 1
+    }
     if not wrong:
         return None
     place, values = next(iter(wrong.items()))
-    share = f"{len(wrong)} of {len(told)} parts of the weights"
-    return f"{share} differ between ranks that should hold them alike: {place}, {_odd(values)}"
+    share = f"{len(wrong)} of {len(hashes_by_place)} parts of the weights"
+    return (
+        f"{share} differ between ranks that should have identical copies: {place}, {_odd(values)}"
+    )
 
 
 def _odd(values: dict[int, int]) -> str:
-    """Whose value is not the others', where most agree."""
+    """Name the ranks that differ from the majority, if there is one."""
     (common, count), *others = Counter(values.values()).most_common()
     if others and others[0][1] == count:
-        return f"ranks {', '.join(map(str, values))} disagree, and no majority says which is right"
+        return f"ranks {', '.join(map(str, values))} disagree, without a majority"
     return f"on rank {', '.join(str(rank) for rank, value in values.items() if value != common)}"

@@ -1,9 +1,11 @@
-"""Texts that the model writes while it trains, under whatever layout trains it.
+"""Sample texts that the model generates during training, under any layout.
 
-There is no cache of keys and values here: every token is a forward pass of whole rows, in which the loss is replaced by the
-choice of the next token. So every cut of the loss is a cut of this, and a pipeline or a foreign class needs nothing of its own.
+There is no key-value cache: every token is a forward pass of whole rows, in which the choice of
+the next token replaces the loss. This therefore works wherever the loss does, including under
+pipelines and with transformers' own model classes.
 
-Legend: B rows (a text each), T tokens of a row, N tokens of this rank, S rows whose last token is here, D hidden, V vocabulary.
+Legend: B rows (one text each), T tokens of a row, N tokens of this rank, S rows whose last
+token is on this rank, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from shardwright.model.head import LossFunction, head_logits
 from shardwright.parallel import ParallelModel
 
 _PLAIN_PROMPT_TOKENS = 16
-"""Of a text that is learnt from its first token on."""
+"""Prompt length for texts that are supervised from the first token."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model goes on from, and what the validation data says there."""
+    """Prompt ids from the validation data, and the ids that follow there."""
 
     ids: tuple[int, ...]
     expected_ids: tuple[int, ...]
@@ -43,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class WrittenText:
-    """A prompt, what the data says and what the model wrote. `stopped`: whether it ended the text itself."""
+    """Prompt, expected and generated text; `stopped` is True if the model ended the text."""
 
     prompt: str
     expected: str
@@ -51,34 +53,37 @@ class WrittenText:
     stopped: bool
 
 
-def check_samples(recipe: Recipe, shape: ModelShape, tokenizer: Tokenizer, *, validates: bool) -> None:
-    """Refuse samples that could not be written, before ranks start.
+def check_samples(
+    recipe: Recipe, shape: ModelShape, tokenizer: Tokenizer, *, validates: bool
+) -> None:
+    """Check that samples can be generated, before ranks start.
 
     Raises:
-        RecipeError: no validation data, no tokenizer, or a model whose logits we do not make.
+        RecipeError: There is no validation data, no tokenizer, or no way to compute the logits.
     """
     if not recipe.evaluation.num_samples:
         return
-    field, got = "evaluation.num_samples", recipe.evaluation.num_samples
+    field = "evaluation.num_samples"
+    got = recipe.evaluation.num_samples
     if isinstance(tokenizer, AbsentTokenizer):
         raise RecipeError(
-            "samples are text, which needs a tokenizer; the sources hold token ids, and there is none",
+            "samples are text and need a tokenizer; the data sources are token ids without one",
             field=field,
             got=got,
             allowed="0",
-            remedy="Name the tokenizer that the ids were made with in tokenizer.path",
+            remedy="Set tokenizer.path to the tokenizer that made the ids",
         )
     if not validates:
         raise RecipeError(
-            "samples go on from validation data, and there is none",
+            "samples continue validation data, and there is none",
             field=field,
             got=got,
             allowed="0",
-            remedy="Hold something out: data.validation_fraction, or data.validation",
+            remedy="Reserve validation data: data.validation_fraction or data.validation",
         )
     if isinstance(shape, ForeignShape) and not shape.plain_head:
         raise RecipeError(
-            f"the logits of transformers' {shape.class_name} are more than its head's product",
+            f"the logits of transformers' {shape.class_name} need more than its output matrix",
             field=field,
             got=got,
             allowed="0",
@@ -87,20 +92,26 @@ def check_samples(recipe: Recipe, shape: ModelShape, tokenizer: Tokenizer, *, va
 
 
 def choose_prompts(dataset: TokenDataset, count: int, max_new_tokens: int) -> list[Prompt]:
-    """Prompts from rows spread evenly over a dataset: documents of them, up to their first learnt token.
+    """Choose prompts from rows spread evenly over a dataset.
 
-    Fewer than `count` where the dataset holds fewer documents.
+    A prompt ends before a document's first supervised token. Fewer than `count` if the dataset
+    has fewer documents.
     """
     num_rows = min(count, len(dataset))
     rows = [dataset.sample(number * len(dataset) // num_rows) for number in range(num_rows)]
     documents = [list(_documents_of(row)) for row in rows]
-    # The first of every row, then the second of every row, and so on.
-    turns = [found[turn] for turn in range(max(map(len, documents))) for found in documents if turn < len(found)]
+    # First document of every row, then second document of every row, and so on.
+    turns = [
+        row_documents[turn]
+        for turn in range(max(map(len, documents)))
+        for row_documents in documents
+        if turn < len(row_documents)
+    ]
     return [_prompt_of(ids, labels, max_new_tokens) for ids, labels in turns[:count]]
 
 
 def _documents_of(row: Sample) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Ids and labels of the documents of a row in which something is learnt."""
+    """Yield ids and labels of a row's documents that have supervised tokens."""
     borders = [0, len(row.labels) - row.num_free]
     if row.document_ids is not None:
         borders[1:1] = (np.flatnonzero(np.diff(row.document_ids[: borders[-1]])) + 1).tolist()
@@ -128,13 +139,14 @@ def write_texts(
     max_new_tokens: int,
     abandon: Callable[[], bool],
 ) -> list[WrittenText] | None:
-    """Go on from the prompts by the likeliest tokens; every rank calls this and gets the same.
+    """Continue the prompts by greedy decoding. Collective; same result on all ranks.
 
     A text ends with the tokenizer's end of text, after `max_new_tokens`, or with the row.
 
     Args:
-        sequence_length: tokens of a row, which the layout is known to divide.
-        abandon: asked before every token, answered alike on every rank; True ends it without a result.
+        sequence_length: Tokens of a row, divisible as the layout requires.
+        abandon: Called before every token; returns the same on all ranks. True ends without a
+            result.
     """
     rows = [list(prompt.ids) for prompt in prompts]
     stopped = [False] * len(rows)
@@ -144,12 +156,14 @@ def write_texts(
             for _ in range(max_new_tokens):
                 if abandon():
                     return None
-                going = [not stopped[row] and len(ids) < sequence_length for row, ids in enumerate(rows)]
-                if not any(going):
+                active = [
+                    not stopped[row] and len(ids) < sequence_length for row, ids in enumerate(rows)
+                ]
+                if not any(active):
                     break
                 chosen = _next_tokens(model, rows, sequence_length, tokenizer.vocab_size)
                 for row in range(len(rows)):
-                    if going[row]:
+                    if active[row]:
                         stopped[row] = chosen[row] == tokenizer.eos_id
                         rows[row] += [] if stopped[row] else [chosen[row]]
     finally:
@@ -165,19 +179,32 @@ def write_texts(
     ]
 
 
-def _next_tokens(model: ParallelModel, rows: Sequence[Sequence[int]], sequence_length: int, vocab_size: int) -> list[int]:
-    """The likeliest token behind each row, on every rank."""
+def _next_tokens(
+    model: ParallelModel, rows: Sequence[Sequence[int]], sequence_length: int, vocab_size: int
+) -> list[int]:
+    """Return the most likely next token of each row, on every rank."""
     batch = _batch_of(rows, sequence_length)
     chosen_B = torch.zeros(len(rows), dtype=torch.int64, device=model.device)
 
-    def choose(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, **options: Any) -> Tensor:
-        here = labels_N != IGNORED_LABEL
+    def choose(
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        **options: Any,
+    ) -> Tensor:
+        has_label = labels_N != IGNORED_LABEL
         vocabulary = options.pop("vocabulary", None)
-        logits_SV = head_logits(hidden_ND[here], weight_VD, bias_V, **{"logit_scale": 1.0, "soft_cap": None} | options)
+        logits_SV = head_logits(
+            hidden_ND[has_label],
+            weight_VD,
+            bias_V,
+            **{"logit_scale": 1.0, "soft_cap": None} | options,
+        )
         if vocabulary is not None:
             logits_SV = vocabulary.whole(logits_SV)
-        # Rows that only pad the vocabulary have no text.
-        chosen_B[labels_N[here]] = logits_SV[:, :vocab_size].argmax(dim=1)
+        # Padding rows of the vocabulary have no text.
+        chosen_B[labels_N[has_label]] = logits_SV[:, :vocab_size].argmax(dim=1)
         return hidden_ND.new_zeros(())
 
     def arguments(moved: MicroBatch) -> dict[str, Any]:
@@ -189,12 +216,12 @@ def _next_tokens(model: ParallelModel, rows: Sequence[Sequence[int]], sequence_l
     model.losses([batch], arguments)
     coordinates = RankGrid(model.layout).coordinates(0 if model.mesh is None else model.mesh.rank)
     if any(coordinates[axis] for axis in ("dp_replicate", "dp_shard", "tp")):
-        chosen_B.zero_()  # they have chosen the same, and one has to be believed where a last bit differs
+        chosen_B.zero_()  # these have copies, which may differ in the last bit
     return model.sum_over(chosen_B, AXES).tolist()
 
 
 def _batch_of(rows: Sequence[Sequence[int]], sequence_length: int) -> MicroBatch:
-    """Rows filled up at the end, which nothing before it sees; the one label of each is its number, at its last token."""
+    """Build a batch of padded rows; each row's only label is its number, at its last token."""
     ids_BT = torch.zeros(len(rows), sequence_length, dtype=torch.int64)
     labels_BT = torch.full_like(ids_BT, IGNORED_LABEL)
     for number, ids in enumerate(rows):
@@ -205,15 +232,20 @@ def _batch_of(rows: Sequence[Sequence[int]], sequence_length: int) -> MicroBatch
 
 
 def save_texts(folder: Path, step: int, texts: Sequence[WrittenText]) -> Path:
-    """Write the texts of a step, a JSON line each.
+    """Write the texts of a step, one JSON line each.
 
     Raises:
-        InputError: the folder cannot be written.
+        InputError: The folder cannot be written.
     """
     path = folder / f"step-{step:08d}.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in texts),
+            encoding="utf-8",
+        )
     except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", field="run.dir", got=str(path)) from error
+        raise InputError(
+            f"cannot be written: {error.strerror}", field="run.dir", got=str(path)
+        ) from error
     return path

@@ -1,4 +1,4 @@
-"""From a checked recipe to a model on its devices with its optimizer: the same steps on one process or a thousand ranks."""
+"""Setup of a run on each rank: process group, model on its devices, optimizer, objective."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger("shardwright")
 
 @dataclass
 class TrainState:
-    """What changes while training. `step` counts optimizer steps done; the data cursor follows from it."""
+    """State that changes during training. `step` counts completed optimizer steps."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -53,40 +53,47 @@ class TrainState:
     skipped_in_a_row: int = 0
     best_loss: float = field(default=float("inf"))
     steps_left_out: int = 0
-    """Steps' worth of data that rollbacks have passed over: step s reads what step s + steps_left_out would."""
+    """Data steps that rollbacks have skipped: step s reads the data of s + steps_left_out."""
     objective: Objective = TOKENS
-    """What is learned."""
+    """Loss that is trained."""
     evaluation_due: bool = False
-    """A stop came before the evaluation of this step was done: the resumed run begins with it."""
+    """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
 
 
 def join_ranks(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> None:
-    """Join the process group; a process by itself has none.
+    """Join the process group; does nothing for a world size of 1.
 
     Raises:
-        InputError: the port where the ranks should meet is taken, or this rank is.
-        RankFailed: the others did not come.
+        InputError: The rendezvous port or this rank is taken.
+        RankFailed: The other ranks cannot be reached.
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
     timeout = timedelta(seconds=timeout_seconds)
     try:
         store = claimed_store(ranks, timeout)
-        init_process_group(device.type, timeout=timeout, store=store, rank=ranks.rank, world_size=ranks.world_size)
+        init_process_group(
+            device.type, timeout=timeout, store=store, rank=ranks.rank, world_size=ranks.world_size
+        )
     except dist.DistError as error:
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        address = os.environ.get("MASTER_ADDR")
+        port = os.environ.get("MASTER_PORT")
         if "EADDRINUSE" in str(error):
             raise InputError(
-                f"port {port} is in use", field="MASTER_PORT", remedy="Choose a free one, or let --nproc start the ranks"
+                f"port {port} is in use",
+                field="MASTER_PORT",
+                remedy="Choose a free port, or let --nproc start the ranks",
             ) from error
-        raise RankFailed(f"rank {ranks.rank} could not meet the others at {address}:{port}: {first_line(str(error))}") from error
+        reason = first_line(str(error))
+        raise RankFailed(
+            f"rank {ranks.rank} could not connect to the other ranks at {address}:{port}: {reason}"
+        ) from error
 
 
 def build_objective(checked: Checked, model: ParallelModel) -> Objective:
-    """What the recipe learns: tokens, or preferences, which are held to a reference.
+    """Build the recipe's objective: token cross-entropy, or preferences against a reference.
 
-    A frozen reference is built as the model is, from the weights that training began with, whatever checkpoint the model then goes
-    on from.
+    A frozen reference has the initial weights of the run, also after a resume.
     """
     section = checked.recipe.preference
     if section is None:
@@ -100,19 +107,22 @@ def build_objective(checked: Checked, model: ParallelModel) -> Objective:
 
 
 def build_model(checked: Checked, device: torch.device) -> ParallelModel:
-    """The recipe's decoder, cut as the plan says, its weights filled: a rank only ever holds and reads its own slices."""
-    recipe, plan = checked.recipe, checked.plan
+    """Build the recipe's decoder under the plan; each rank reads only its own shards."""
+    recipe = checked.recipe
+    plan = checked.plan
     precision = dtypes(plan.precision)
     with torch.device("meta"):
         decoder = build_decoder(
             checked.shape,
             attention=recipe.model.attention,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
+            loss_function=partial(
+                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+            ),
             compute_dtype=precision.compute,
             expert_rules=resolve_rules(recipe.moe, checked.shape),
         )
     decoder.label_smoothing = recipe.training.label_smoothing
-    # Of full rows: how far a micro-batch's rows are filled up depends on what else lies in it.
+    # Of full rows: the padded length of a micro-batch depends on the other rows in it.
     width = plan.batch.sequence_length * checked.shape.hidden_size
     decoder.noise_size = recipe.training.neftune_noise_alpha / math.sqrt(width)
     for name, parameter in decoder.named_parameters():
@@ -128,25 +138,33 @@ def build_model(checked: Checked, device: torch.device) -> ParallelModel:
 
 
 def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
-    """The slices of parameters that a rank holds, from the folder or from name and seed; adapters from theirs, or as they begin."""
-    recipe, shape = checked.recipe, checked.shape
-    specs, compute = {spec.name: spec for spec in shape.parameters()}, dtypes(checked.plan.precision).compute
+    """Build the reader of weight slices, from a folder or computed from name and seed."""
+    recipe = checked.recipe
+    shape = checked.shape
+    specs = {spec.name: spec for spec in shape.parameters()}
+    compute = dtypes(checked.plan.precision).compute
     if recipe.model.pretrained:
         assert recipe.model.path is not None
         folder = WeightsFolder(recipe.model.path)
         folder.check(shape.base)
-    begun = None
+    adapter_folder = None
     if recipe.adapters is not None and recipe.adapters.path is not None:
-        begun = PeftFolder(recipe.adapters.path, shape)
+        adapter_folder = PeftFolder(recipe.adapters.path, shape)
 
     def read_base(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         if recipe.model.pretrained:
             return folder.read(name, narrow=narrow, dtype=dtype)
-        return initialise(specs[name].packed or specs[name], recipe.seed, dtype=dtype, narrow=narrow)
+        return initialise(
+            specs[name].packed or specs[name], recipe.seed, dtype=dtype, narrow=narrow
+        )
 
-    def read_held(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+    def read_stored(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         matrix = specs[name].packed
-        return read_base(name, narrow).to(compute) if matrix is None else held_slice(matrix, narrow, read_base, dtype)
+        return (
+            read_base(name, narrow).to(compute)
+            if matrix is None
+            else held_slice(matrix, narrow, read_base, dtype)
+        )
 
     def read(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
         spec = specs[name]
@@ -154,34 +172,36 @@ def weight_source(checked: Checked, dtype: torch.dtype) -> Fill:
             return packed_slice(spec.packed, narrow, read_base)
         if spec.beside is None:
             return read_base(name, narrow)
-        if begun is not None:
-            return begun.read(name, narrow, dtype)
+        if adapter_folder is not None:
+            return adapter_folder.read(name, narrow, dtype)
         in_out = shape.lies_in_out(spec.beside)
-        return begin(spec, recipe.seed, narrow, dtype=dtype, read_matrix=read_held, in_out=in_out)
+        return begin(spec, recipe.seed, narrow, dtype=dtype, read_matrix=read_stored, in_out=in_out)
 
     return read
 
 
 def build_state(checked: Checked, device: torch.device) -> TrainState:
-    """Model, optimizer and loss scale at step 0."""
+    """Build model, optimizer, loss scaler and objective at step 0."""
     recipe = checked.recipe
     model = build_model(checked, device)
     optimizer = build_optimizer(
         model.named_parameters(),
         recipe.optimizer,
-        learning_rate=learning_rate_at(0, recipe.training, checked.total_steps, checked.plan.batch.global_batch_size),
+        learning_rate=learning_rate_at(
+            0, recipe.training, checked.total_steps, checked.plan.batch.global_batch_size
+        ),
         weight_decay=recipe.training.weight_decay,
         cut=model,
     )
     if recipe.model.keep_zeros:
-        kept = keep_zeros(model, optimizer)
-        logger.info("keep_zeros: %.1f%% of the trained matrices stay zero", 100.0 * kept.share)
+        zeros = keep_zeros(model, optimizer)
+        logger.info("keep_zeros: %.1f%% of the trained matrices stay zero", 100.0 * zeros.share)
     scaler = LossScaler(recipe.precision) if recipe.precision.kind == "fp16" else None
     return TrainState(model, optimizer, scaler, objective=build_objective(checked, model))
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions that decide the numbers."""
+    """Return the versions of the software that affects numerical results."""
     return {
         "shardwright": __version__,
         "python": platform.python_version(),
@@ -191,7 +211,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_device(device: torch.device) -> str:
-    """The device as a person names it."""
+    """Return the name of the device, for a CPU with its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Asked to stop: SIGINT and SIGTERM become a flag that the training loop reads between steps."""
+"""Stop requests: stop signals set a flag that the training loop reads between steps."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 LAUNCHER_DIED = -1
-"""The `StopRequest.cause` of a rank whose launcher is gone."""
+"""Value of `StopRequest.cause` on a rank whose launcher has exited."""
 
 
 class StopRequest:
-    """Whether somebody asked this process to stop, and how."""
+    """Flag that is true if this process was asked to stop, with the cause."""
 
     def __init__(self) -> None:
         self.cause = 0
-        """A signal's number or `LAUNCHER_DIED`; 0 where nobody asked. A number, so that ranks can tell it to each other."""
+        """Signal number or `LAUNCHER_DIED`; 0 for none. A number, so ranks can exchange it."""
 
     def __bool__(self) -> bool:
         return self.cause != 0
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Signal handler. A second signal changes nothing: the save under way is what both asked for."""
+        """Record a stop signal, as its handler; the first cause stays."""
         self.cause = self.cause or number
 
 
 def name_cause(cause: int) -> str:
-    """A `StopRequest.cause` in words."""
+    """Describe a `StopRequest.cause` in words."""
     return "the launcher's death" if cause == LAUNCHER_DIED else signal.Signals(cause).name
 
 
 def stop_without_parent(request: StopRequest, parent: int, every_seconds: float = 1.0) -> None:
-    """Ask for a stop once the process that started this one is gone: a launcher that was killed passes no signal on.
+    """Request a stop when the launcher exits, since a killed launcher forwards no signal.
 
     Args:
-        parent: its id, as it told it: who asks only now may find the process that takes orphans in.
+        parent: Process id of the launcher as it reported it. `os.getppid()` may already be the
+            process that adopts orphans.
     """
 
     def watch() -> None:
@@ -53,7 +54,7 @@ def stop_without_parent(request: StopRequest, parent: int, every_seconds: float 
 
 @contextmanager
 def listening_for_stop() -> Iterator[StopRequest]:
-    """Stop signals set the flag while the block runs; the former handlers come back after it. Main thread only."""
+    """Record stop signals during the block, then restore the handlers. Main thread only."""
     request = StopRequest()
     former = {number: signal.signal(number, request.note) for number in STOP_SIGNALS}
     try:

@@ -1,4 +1,4 @@
-"""Where a trained model is read from: a run folder with its checkpoints, or a Hugging Face folder."""
+"""Sources of trained models: run folders with checkpoints, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from torch import Tensor
 
 from shardwright.architecture import AdapterShape, ModelShape
 from shardwright.checkpoint.commit import BEST, LATEST, read_pointer, step_folders
-from shardwright.checkpoint.load import newest_checkpoint, open_checkpoint, read_run_values, read_tensor
+from shardwright.checkpoint.load import (
+    newest_checkpoint,
+    open_checkpoint,
+    read_run_values,
+    read_tensor,
+)
 from shardwright.checkpoint.place import Place
 from shardwright.checkpoint.values import RunIdentity
 from shardwright.checkpoint.verify import WholeCheckpoint
@@ -32,23 +37,31 @@ from shardwright.model.theirs import read_shape
 from shardwright.train.folder import RunFolder
 
 MODEL_PREFIX = "model."
-"""What a run's checkpoints put before the names of its weights."""
+"""Prefix of the weights' names in a run's checkpoints."""
 
 _MOST_DIGITS = 18
-"""Of a step in a command; int() refuses more than 4,300."""
+"""Maximum digits of a step on the command line; int() fails above 4,300."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""Dtypes by the recipe's words."""
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+"""Dtypes by their names in the recipe."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A trained model, not yet in memory.
+    """Trained model, not yet in memory.
 
-    `read` gives one whole parameter by name, as it is stored. `dtype` is the precision that it was trained in (a run) or is
-    stored in (a folder). `generation_config` is that of the folder, or of the folder that the run began from. Where adapters were
-    trained, `base` is the folder that they stand beside, None for a base that began from a seed, and `read_plain` gives what
-    training may have held in fewer bits as it was before. `needs_tokenizer`: it was trained with one.
+    Attributes:
+        read: Returns one whole parameter by name, as stored.
+        dtype: Precision of the training (run) or of the files (folder).
+        generation_config: That of the folder, or of the folder that the run started from.
+        base: Folder of the base model under adapters; None for a base initialised from a seed.
+        read_plain: Like `read`, with a quantised base in its original precision.
+        needs_tokenizer: True if the model was trained with a tokenizer.
     """
 
     name: str
@@ -64,22 +77,22 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer. A model that was trained on token ids may have none."""
+        """True if there is a tokenizer. A model trained on token ids may have none."""
         return self.needs_tokenizer or has_tokenizer(self.tokenizer_folder)
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that the model was trained with.
+        """Load the tokenizer that the model was trained with.
 
         Raises:
-            TokenizerError: it is absent, or has ids that the model does not.
+            TokenizerError: It is missing, or has ids outside the model's vocabulary.
         """
         if not self.has_tokenizer:
             raise TokenizerError(
-                "this model has no tokenizer, and text needs one",
+                "this model has no tokenizer, which text input and output need",
                 field="SOURCE",
                 got=f"nothing in {self.tokenizer_folder}",
                 allowed="tokenizer.json, or vocab.json and merges.txt",
-                remedy="Put the tokenizer there that its token ids were made with",
+                remedy="Put the tokenizer that made its token ids in that folder",
             )
         tokenizer = load_tokenizer(self.tokenizer_folder)
         if tokenizer.vocab_size > self.shape.vocab_size:
@@ -92,20 +105,22 @@ class ModelSource:
         return tokenizer
 
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that end a text: the tokenizer's, and those of the generation config."""
-        named = (self.generation_config or {}).get("eos_token_id")
-        ids = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
+        """Collect the ids that end a text: the tokenizer's and the generation config's."""
+        config_ids = (self.generation_config or {}).get("eos_token_id")
+        ids = {tokenizer.eos_id, *(config_ids if isinstance(config_ids, list) else [config_ids])}
         return frozenset(index for index in ids if isinstance(index, int))
 
 
 def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
-    """The model of a run folder, at a checkpoint, or of a Hugging Face folder; headers are read, and hashes of checkpoints.
+    """Open the model of a run folder's checkpoint, or of a Hugging Face folder.
+
+    Reads headers, and hashes the files of checkpoints.
 
     Args:
         checkpoint: `latest`, `best`, or the number of a step.
 
     Raises:
-        InputError: neither kind of folder, no such checkpoint, or what it holds is damaged or does not fit.
+        InputError: Neither kind of folder, no such checkpoint, damaged or mismatched content.
     """
     path = Path(path)
     if RunFolder(path).recipe.is_file():
@@ -113,15 +128,23 @@ def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
     if not (path / "config.json").is_file():
         adapters = (path / "adapter_config.json").is_file()
         raise InputError(
-            "adapters alone are no model" if adapters else "no model here",
+            "adapters alone are not a model" if adapters else "no model in this folder",
             field="SOURCE",
             got=str(path),
             allowed="a run folder (recipe.yaml), or a Hugging Face folder (config.json)",
-            remedy="Name the run that trained them, or the folder that `export --merge` made of it" if adapters else None,
+            remedy="Name the run that trained them, or the folder written by `export --merge`"
+            if adapters
+            else None,
         )
     if checkpoint != LATEST:
-        raise InputError("a Hugging Face folder has no checkpoints", field="--checkpoint", got=checkpoint, remedy="Leave it out")
-    shape, weights = read_shape(path, ModelSection(path=str(path), dropout="off")), WeightsFolder(path)
+        raise InputError(
+            "a Hugging Face folder has no checkpoints",
+            field="--checkpoint",
+            got=checkpoint,
+            remedy="Remove it",
+        )
+    shape = read_shape(path, ModelSection(path=str(path), dropout="off"))
+    weights = WeightsFolder(path)
     weights.check(shape)
     dtype = weights.dtype_of(weights.tensor_names[0])
     return ModelSource(
@@ -137,24 +160,36 @@ def open_source(path: str | Path, checkpoint: str = LATEST) -> ModelSource:
 def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
     recipe = folder.load_recipe()
     shape = read_shape(folder.config, recipe.model.model_copy(update={"dropout": "off"}))
-    found = find_checkpoint(folder.checkpoints, checkpoint)
-    run = read_run_values(found).run
+    opened = find_checkpoint(folder.checkpoints, checkpoint)
+    run = read_run_values(opened).run
     shape = replace(shape, adapters=_adapters_of(run))
     base = None if run.adapters is None or run.base is None else open_base(recipe, shape, run.base)
-    stored = {name for name in found.manifest.tensors if name.startswith(MODEL_PREFIX)}
+    stored = {name for name in opened.manifest.tensors if name.startswith(MODEL_PREFIX)}
     specs = [spec for spec in shape.parameters() if base is None or spec.part is not None]
-    wanted = {f"{MODEL_PREFIX}{spec.name}": spec.shape for spec in specs}
-    wrong = sorted(stored ^ set(wanted)) + [n for n in stored & set(wanted) if found.manifest.tensors[n].shape != wanted[n]]
+    expected = {f"{MODEL_PREFIX}{spec.name}": spec.shape for spec in specs}
+    wrong = sorted(stored ^ set(expected)) + [
+        n for n in stored & set(expected) if opened.manifest.tensors[n].shape != expected[n]
+    ]
     if wrong:
-        raise CheckpointError(f"its weights are not those of config.json: {', '.join(wrong[:20])}", field=str(found.path))
+        raise CheckpointError(
+            f"its weights do not match config.json: {', '.join(wrong[:20])}", field=str(opened.path)
+        )
 
     def read(name: str) -> Tensor:
         stored_name = f"{MODEL_PREFIX}{name}"
-        return read_tensor(found, stored_name) if base is None or stored_name in wanted else base.held(name)
+        return (
+            read_tensor(opened, stored_name)
+            if base is None or stored_name in expected
+            else base.held(name)
+        )
 
     def read_plain(name: str) -> Tensor:
         stored_name = f"{MODEL_PREFIX}{name}"
-        return read_tensor(found, stored_name) if base is None or stored_name in wanted else base.plain(name)
+        return (
+            read_tensor(opened, stored_name)
+            if base is None or stored_name in expected
+            else base.plain(name)
+        )
 
     return ModelSource(
         name=str(folder.path),
@@ -162,8 +197,10 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
         read=read,
         dtype=DTYPES[recipe.precision.kind],
         tokenizer_folder=folder.tokenizer,
-        step=found.step,
-        generation_config=_read_generation_config(Path(recipe.model.path)) if recipe.model.path else None,
+        step=opened.step,
+        generation_config=_read_generation_config(Path(recipe.model.path))
+        if recipe.model.path
+        else None,
         base=recipe.model.path if recipe.model.pretrained else None,
         read_plain=read_plain,
         needs_tokenizer=recipe.tokenizer.kind != "huggingface" or recipe.tokenizer.path is not None,
@@ -171,26 +208,30 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
 
 
 def _adapters_of(run: RunIdentity) -> AdapterShape | None:
-    """The adapters that a checkpoint holds, by its own words: the folder that they may have begun from need not be there still."""
+    """Read the shape of adapters from a checkpoint, as their initial folder may be gone."""
     if run.adapters is None:
         return None
-    return AdapterShape(**(run.adapters.model_dump() | {"modules": frozenset(run.adapters.modules)}))
+    return AdapterShape(
+        **(run.adapters.model_dump() | {"modules": frozenset(run.adapters.modules)})
+    )
 
 
 class Base:
-    """The frozen weights beside which adapters were trained: `plain` as they began, `held` as training held them."""
+    """Frozen base weights under adapters: in full precision (`plain`), as trained (`held`)."""
 
-    def __init__(self, shape: ModelShape, read: Callable[[str, Sequence[tuple[int, int]]], Tensor]) -> None:
+    def __init__(
+        self, shape: ModelShape, read: Callable[[str, Sequence[tuple[int, int]]], Tensor]
+    ) -> None:
         self._specs = {spec.name: spec for spec in shape.parameters()}
         self._read = read
 
     def plain(self, name: str) -> Tensor:
-        """A whole parameter."""
+        """Read a whole parameter in the precision of its file."""
         spec = self._specs[name].packed or self._specs[name]
         return self._read(name, [(0, size) for size in spec.shape])
 
     def held(self, name: str) -> Tensor:
-        """A whole parameter, or the bytes that hold it."""
+        """Read a whole parameter as stored in training, packed if it is quantised."""
         spec = self._specs[name]
         if spec.packed is None:
             return self.plain(name)
@@ -198,37 +239,41 @@ class Base:
 
 
 def open_base(recipe: Recipe, shape: ModelShape, fingerprint: str) -> Base:
-    """The base of a run that trains adapters.
+    """Open the base model of a run that trains adapters.
 
     Raises:
-        CheckpointError: the folder no longer holds the weights that the adapters were trained beside.
+        CheckpointError: The folder's weights are not those of the training.
     """
     if not recipe.model.pretrained:
         specs = {spec.name: spec.packed or spec for spec in shape.parameters()}
         dtype = torch.float64 if recipe.precision.kind == "fp64" else torch.float32
-        return Base(shape, lambda name, narrow: initialise(specs[name], recipe.seed, dtype=dtype, narrow=narrow))
+        return Base(
+            shape,
+            lambda name, narrow: initialise(specs[name], recipe.seed, dtype=dtype, narrow=narrow),
+        )
     assert recipe.model.path is not None
     weights = WeightsFolder(recipe.model.path)
     weights.check(shape.base)
-    found = weights.fingerprint()
-    if found != fingerprint:
+    actual = weights.fingerprint()
+    if actual != fingerprint:
         raise CheckpointError(
-            "these are not the weights that the adapters were trained beside",
+            "these are not the base weights that the adapters were trained with",
             field=recipe.model.path,
-            got=found,
+            got=actual,
             allowed=fingerprint,
-            remedy="Put the base back where it was",
+            remedy="Restore the base weights of the training in this folder",
         )
     return Base(shape, lambda name, narrow: weights.read(name, narrow=narrow))
 
 
 def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:
-    """A checkpoint of a run, every byte hashed.
+    """Find a checkpoint of a run and verify the hashes of all its bytes.
 
     Raises:
-        CheckpointError: there is none of that name, or it is damaged.
+        CheckpointError: There is no such checkpoint, or it is damaged.
     """
-    steps = {folder.step: folder.path for folder in step_folders(root)}  # ascending: of a step saved twice the last attempt
+    # Ascending, so that the last attempt remains of a step that was saved twice.
+    steps = {folder.step: folder.path for folder in step_folders(root)}
     if wanted == LATEST:
         newest = newest_checkpoint(root)
         if newest is not None:
@@ -244,12 +289,12 @@ def find_checkpoint(root: Place, wanted: str) -> WholeCheckpoint:
         field="--checkpoint",
         got=wanted,
         allowed=", ".join(["latest", "best", *map(str, steps)]) if steps else None,
-        remedy=None if steps else f"{root} holds no checkpoint",
+        remedy=None if steps else f"{root} has no checkpoint",
     )
 
 
 def load_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """The model in memory, in one dtype throughout, ready for evaluation."""
+    """Load the model into memory, in one dtype and in evaluation mode."""
     with torch.device("meta"):
         decoder = build_decoder(source.shape).to(dtype)
     decoder = decoder.to_empty(device=device)
@@ -260,25 +305,36 @@ def load_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtyp
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes CUDA where there is one."""
+    """Parse a device name and check that the device exists; `auto` prefers CUDA."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InputError("no such device", field="--device", got=name, allowed="auto, cpu, cuda, cuda:0, ...") from error
-    there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
-    if not there:
-        raise InputError("this machine has no such device", field="--device", got=name, allowed="auto or cpu")
+        raise InputError(
+            "unknown device", field="--device", got=name, allowed="auto, cpu, cuda, cuda:0, ..."
+        ) from error
+    is_available = device.type == "cpu" or (
+        device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    )
+    if not is_available:
+        raise InputError(
+            "this machine does not have that device",
+            field="--device",
+            got=name,
+            allowed="auto or cpu",
+        )
     return device
 
 
 def choose_dtype(name: str, default: torch.dtype) -> torch.dtype:
-    """A dtype by the recipe's word; `auto` takes the default."""
+    """Parse the recipe's name of a precision; `auto` returns the default."""
     if name == "auto":
         return default
     if name not in DTYPES:
-        raise InputError("no such precision", field="--dtype", got=name, allowed=", ".join(["auto", *DTYPES]))
+        raise InputError(
+            "unknown precision", field="--dtype", got=name, allowed=", ".join(["auto", *DTYPES])
+        )
     return DTYPES[name]
 
 

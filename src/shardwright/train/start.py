@@ -1,4 +1,4 @@
-"""Start a run: check it, claim its folder, then train here, start ranks, or be one of a launcher's ranks."""
+"""Start of a run: check it, claim its folder, then train in this process or start ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from shardwright.train.signals import StopRequest, listening_for_stop
 from shardwright.train.watchdog import Pace, Vigil, watched
 
 Watching = Callable[[], AbstractContextManager[Progress | None]]
-"""Opens what shows the reading and tokenising of data while it lasts."""
+"""Opens a progress display for reading and tokenising data."""
 
 
 def train(
@@ -55,21 +55,27 @@ def train(
     allow_drift: Sequence[str] = (),
     watching: Watching = nullcontext,
 ) -> dict[str, Any] | None:
-    """Train a recipe; returns a summary of the run, on the rank that speaks.
+    """Train a recipe; return a summary of the run on rank 0, None on other ranks.
 
-    `resume` goes on with a run that must be there; `resume_if_begun` with one that may be, as ranks do that torchrun starts again.
+    Under torchrun or srun this process is one of their ranks. Otherwise `num_ranks` (default 1)
+    run on this machine: one in this process, several through torch's elastic launcher.
 
-    Under torchrun or srun this process is one rank of theirs. Otherwise `num_ranks` (default 1) run on this machine: one in
-    this process, several through torch's elastic launcher.
+    Args:
+        resume: Continue a run, which must exist.
+        resume_if_begun: Continue the run if it exists, else start it; implied when torchrun has
+            restarted the ranks.
 
     Raises:
-        InputError: what is wrong, before any rank starts.
-        RunFailed, Preempted: how the run ended.
+        InputError: First problem found, before any rank starts.
+        RunFailed, Preempted: The run failed or was stopped.
     """
     ranks = find_ranks()
     if ranks is not None and num_ranks not in (None, ranks.world_size):
         raise InputError(
-            f"a launcher has started {ranks.world_size} ranks already", field="--nproc", got=num_ranks, remedy="Leave --nproc out"
+            f"a launcher has already started {ranks.world_size} ranks",
+            field="--nproc",
+            got=num_ranks,
+            remedy="Remove --nproc",
         )
     world_size = ranks.world_size if ranks else num_ranks or 1
     folder = RunFolder.of(recipe)
@@ -77,40 +83,54 @@ def train(
     if ranks is None or ranks.speaks:
         folder.claim(resume=resume or (resume_if_begun and folder.begun))
         check_exporters(recipe.run.sinks)
-    # Every rank looks for a checkpoint then: none is written before all have looked, so that all find the same.
+    # All ranks then look for a checkpoint before one is written, so all find the same one.
     resume = resume or resume_if_begun
     if ranks is None and world_size > 1:
         wants_cuda(recipe.run.device, field="run.device")
         with watching() as progress:
             check(recipe, world_size, progress=progress)
-        # Not through the run folder: until rank 0 has found that this run may go on there, it stays as it is.
+        # Not in the run folder, which must not change before rank 0 has checked it.
         with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
             path = Path(name) / "recipe.yaml"
             path.write_text(dump_recipe(recipe), encoding="utf-8")
-            allowed = [word for name in allow_drift for word in ("--allow-drift", name)]
+            options = [word for name in allow_drift for word in ("--allow-drift", name)]
 
             def launch(generation: Generation) -> None:
-                words = [str(path), *allowed]
+                words = [str(path), *options]
                 if resume or generation.number:
                     words.append("--resume")
                 if generation.number:
-                    of = f"restart {generation.number} of at most {recipe.elastic.max_restarts}"
-                    words += ["--restart", f"{of}, {generation.world_size} ranks: {generation.after}"]
-                launch_ranks(generation.world_size, "shardwright.train.worker", words, stop, folder.hangs)
+                    restart = (
+                        f"restart {generation.number} of at most {recipe.elastic.max_restarts}"
+                    )
+                    words += [
+                        "--restart",
+                        f"{restart}, {generation.world_size} ranks: {generation.after}",
+                    ]
+                launch_ranks(
+                    generation.world_size, "shardwright.train.worker", words, stop, folder.hangs
+                )
 
             with listening_for_stop() as stop:
                 run_generations(recipe, world_size, launch, stop)
     else:
         with listening_for_stop() as stop:
-            train_rank(recipe, ranks or RankEnvironment(), stop, resume=resume, allow_drift=allow_drift, watching=watching)
+            train_rank(
+                recipe,
+                ranks or RankEnvironment(),
+                stop,
+                resume=resume,
+                allow_drift=allow_drift,
+                watching=watching,
+            )
     return summarise(folder) if ranks is None or ranks.speaks else None
 
 
 def write_folder(checked: Checked, folder: RunFolder) -> None:
-    """Recipe, plan, model configuration and tokenizer: all that the run folder holds before the first step."""
+    """Write recipe, plan, prediction, model configuration and tokenizer to the run folder."""
     predicted = forecast(checked)
-    told = None if predicted is None else predicted.as_dict()
-    folder.write(checked.recipe, checked.plan.as_dict(), checked.shape.to_config(), told)
+    prediction = None if predicted is None else predicted.as_dict()
+    folder.write(checked.recipe, checked.plan.as_dict(), checked.shape.to_config(), prediction)
     checked.data.tokenizer.save(folder.tokenizer)
 
 
@@ -124,38 +144,63 @@ def train_rank(
     restart: str | None = None,
     watching: Watching = nullcontext,
 ) -> None:
-    """One rank, from joining the others to the last step."""
-    began = time.perf_counter()
+    """Run one rank, from joining the process group to the last step."""
+    start_seconds = time.perf_counter()
     device = choose_device(recipe.run.device, ranks, field="run.device")
     pace = Pace(recipe.watchdog, _time_outs(recipe))
     watch = watched(
-        pace, ranks.rank, ranks.world_size, folder=control_folder(), reports=RunFolder.of(recipe).hangs, record=recording
+        pace,
+        ranks.rank,
+        ranks.world_size,
+        folder=control_folder(),
+        reports=RunFolder.of(recipe).hangs,
+        record=recording,
     )
     with watch as vigil, _joined(ranks, device, recipe.run.timeout_seconds):
-        folder, meeting = RunFolder.of(recipe), Meeting(ranks, device)
-        # A node that came back under torchrun does not know of a restart that the others know of.
+        folder = RunFolder.of(recipe)
+        meeting = Meeting(ranks, device)
+        # A node that rejoined under torchrun does not see the restart count of the others.
         resume = meeting.any(resume)
         precision = agree_on_precision(recipe, folder, meeting, device, resume=resume)
         with watching() if ranks.speaks else nullcontext() as progress:
             checked = check(recipe, ranks.world_size, auto_precision=precision, progress=progress)
-        start, begun = find_start(checked, folder, allow_drift) if resume else None, folder.begun
+        start = find_start(checked, folder, allow_drift) if resume else None
+        is_started = folder.begun
         if ranks.speaks:
             write_folder(checked, folder)
         meeting.wait()
         with (
             open_speaker(
-                folder.path, rank=ranks.rank, exporters=recipe.run.sinks, log_every_steps=recipe.run.log_every_steps
+                folder.path,
+                rank=ranks.rank,
+                exporters=recipe.run.sinks,
+                log_every_steps=recipe.run.log_every_steps,
             ) as speaker,
             logging_to(speaker, folder.log, rank=ranks.rank),
         ):
             if restart and ranks.speaks:
                 speaker.write("warning", message=restart)
-            if begun and resume and start is None and ranks.speaks:
-                speaker.write("warning", message="the run ended before its first checkpoint: it begins again at step 0")
-            # With the events' lock in hand: a process that is refused must not shut out the one that trains.
+            if is_started and resume and start is None and ranks.speaks:
+                speaker.write(
+                    "warning",
+                    message="the run ended before its first checkpoint: it starts again at step 0",
+                )
+            # Only with the events' lock: a refused process must not claim the checkpoints.
             fence = _claim(folder) if ranks.speaks else None
             with telling_of_memory(checked, ranks.rank, device):
-                _train(checked, ranks, device, speaker, meeting, folder, stop, vigil, start=start, began=began, fence=fence)
+                _train(
+                    checked,
+                    ranks,
+                    device,
+                    speaker,
+                    meeting,
+                    folder,
+                    stop,
+                    vigil,
+                    start=start,
+                    began=start_seconds,
+                    fence=fence,
+                )
 
 
 def _train(
@@ -175,18 +220,28 @@ def _train(
     matmul_flops_per_second = measure_ceiling(checked, device)
     state = build_state(checked, device)
     saver = Saver(checked, state, speaker, folder, ranks.speaks, fence=fence)
-    loop = Loop(checked, state, ranks, device, speaker, meeting, saver, stop, vigil, matmul_flops_per_second)
+    loop = Loop(
+        checked, state, ranks, device, speaker, meeting, saver, stop, vigil, matmul_flops_per_second
+    )
     _tell_start(loop)
     if start is not None:
         saver.restore(start)
         if ranks.speaks and (changed := changes_since(start, checked)):
-            speaker.write("warning", message=f"changed since the checkpoint: {'; '.join(map(str, changed))}")
+            speaker.write(
+                "warning", message=f"changed since the checkpoint: {'; '.join(map(str, changed))}"
+            )
         if state.step >= checked.total_steps and ranks.speaks:
-            speaker.write("warning", message=f"nothing is left to train: step {state.step} of {checked.total_steps} is done")
+            speaker.write(
+                "warning",
+                message="no steps are left to train: "
+                f"the run is at step {state.step} of {checked.total_steps}",
+            )
 
-    def tell_end(status: str, final_loss: float | None = None) -> None:
+    def log_end(status: str, final_loss: float | None = None) -> None:
         totals = {"total_seconds": time.perf_counter() - began, "total_tokens": loop.num_tokens}
-        speaker.write("run_finished", step=state.step, status=status, **totals, final_loss=final_loss)
+        speaker.write(
+            "run_finished", step=state.step, status=status, **totals, final_loss=final_loss
+        )
 
     try:
         final_loss = loop.run()
@@ -194,39 +249,48 @@ def _train(
         saver.close()
     except Preempted:
         saver.close()
-        tell_end("preempted")
+        log_end("preempted")
         raise
     except Exception as error:
-        # An error of ours that ends a run is raised by every rank; after another one a peer may be gone.
+        # Our own errors are raised on all ranks; after any other error a peer may be gone.
         saver.close(broken=not isinstance(error, RunFailed))
-        with suppress(RunFailed):  # where the disk is full this cannot be written either, and `error` is what matters
-            speaker.write("failed", step=state.step, message=f"{type(error).__name__}: {error}", rank=ranks.rank)
+        with suppress(RunFailed):  # fails on a full disk too, and `error` is what matters
+            speaker.write(
+                "failed",
+                step=state.step,
+                message=f"{type(error).__name__}: {error}",
+                rank=ranks.rank,
+            )
         raise
-    tell_end("completed", final_loss)
+    log_end("completed", final_loss)
 
 
 def _claim(folder: RunFolder) -> Fence:
-    """Shut out whatever may be left of an earlier generation.
+    """Claim the checkpoint folder, so that processes of an earlier launch cannot save.
 
     Raises:
-        InputError: checkpoints cannot be written there.
+        InputError: The checkpoint folder is not writable.
     """
     try:
         return claim(folder.checkpoints)
     except OSError as error:
         raise InputError(
-            f"cannot be written: {error.strerror or error}", field="checkpoint.dir", got=str(folder.checkpoints)
+            f"cannot be written: {error.strerror or error}",
+            field="checkpoint.dir",
+            got=str(folder.checkpoints),
         ) from error
 
 
 def _time_outs(recipe: Recipe) -> dict[str, float]:
-    """How long collectives wait in each phase, in seconds."""
-    return {"save": recipe.checkpoint.timeout_seconds} | dict.fromkeys(("step", "evaluate"), recipe.run.timeout_seconds)
+    """Return the collectives' timeout in each phase, in seconds."""
+    return {"save": recipe.checkpoint.timeout_seconds} | dict.fromkeys(
+        ("step", "evaluate"), recipe.run.timeout_seconds
+    )
 
 
 @contextmanager
 def _joined(ranks: RankEnvironment, device: torch.device, timeout_seconds: float) -> Iterator[None]:
-    """Be a member of the process group; leave it in good order, or at once where something broke."""
+    """Join the process group during the block; leave it cleanly unless the block fails."""
     join_ranks(ranks, device, timeout_seconds)
     try:
         yield
@@ -239,7 +303,8 @@ def _joined(ranks: RankEnvironment, device: torch.device, timeout_seconds: float
 
 
 def _tell_start(loop: Loop) -> None:
-    checked, plan = loop.checked, loop.checked.plan
+    checked = loop.checked
+    plan = checked.plan
     loop.speaker.write(
         "run_started",
         step=loop.state.step,
@@ -264,20 +329,31 @@ def _tell_start(loop: Loop) -> None:
 
 
 def _cautions(checked: Checked, device: torch.device) -> Iterator[str]:
-    """What a person may not expect of this run, though nothing is wrong with it."""
+    """Yield warnings about settings that are valid but may surprise."""
     if checked.plan.precision.kind == "bf16" and (caution := caution_of_bf16(device)) is not None:
         yield caution
     counts = checked.data.report.train.counts
     if counts.num_unknown:
-        of = f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({counts.num_unknown / counts.num_tokens:.1%})"
-        yield f"the tokenizer has no id for some of the text: {of} are its unknown token"
+        share = counts.num_unknown / counts.num_tokens
+        yield (
+            "the tokenizer has no id for some of the text: "
+            f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({share:.1%}) "
+            "are its unknown token"
+        )
     adapters = checked.shape.adapters
     if adapters is not None:
-        beside = [spec.beside for spec in checked.shape.parameters() if spec.part is not None and spec.beside is not None]
+        beside = [
+            spec.beside
+            for spec in checked.shape.parameters()
+            if spec.part is not None and spec.beside is not None
+        ]
         narrow = [spec for spec in beside if min(spec.shape[-2:]) < adapters.rank]
         if narrow:
             sizes = " x ".join(map(str, narrow[0].shape))
-            yield f"adapters.rank {adapters.rank} is more than {narrow[0].name} ({sizes}) can have: the rest is memory for nothing"
+            yield (
+                f"adapters.rank {adapters.rank} exceeds the rank of {narrow[0].name} ({sizes}): "
+                "the excess only uses memory"
+            )
     scale = batch_scale(checked.recipe.training, checked.plan.batch.global_batch_size)
     if scale != 1.0:
         peak = checked.recipe.training.learning_rate * scale
@@ -285,7 +361,7 @@ def _cautions(checked: Checked, device: torch.device) -> Iterator[str]:
 
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
-    """How the run ended, from its own events."""
+    """Summarise the run from its events."""
     log = surviving(read_events(folder.path))
     steps = [event for event in log if isinstance(event, Step)]
     evaluations = [event for event in log if isinstance(event, Evaluation)]

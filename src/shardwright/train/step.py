@@ -1,4 +1,4 @@
-"""One optimizer step: gradients under one normaliser, one norm, one clip, one decision to skip.
+"""One optimizer step: gradients with one normaliser, gradient norm, clipping and update.
 
 Shapes: B sequences, T tokens.
 """
@@ -24,34 +24,34 @@ from shardwright.train.experts import move_balance_biases
 
 
 class Objective(Protocol):
-    """What is learned of a micro-batch: how the decoder is called for its summed loss, and what that sum is divided by."""
+    """Training objective: the decoder's arguments for a summed loss, and the normaliser."""
 
     def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The micro-batches of a step, or of a part of an evaluation, with what has to be known before the model sees the first."""
+        """Add inputs to micro-batches that must be computed before the first forward pass."""
         ...
 
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """What the decoder is called with, by name; the batch is on the device."""
+        """Return the decoder's keyword arguments for a micro-batch on the device."""
         ...
 
     def count(self, batch: MicroBatch) -> float:
-        """How many things were learned, or what they weigh together: its global sum over a step is the one normaliser."""
+        """Count the loss terms or sum their weights; the global sum is the normaliser."""
         ...
 
 
 class TokenObjective:
-    """The supervised tokens: their cross-entropy, divided by their number, or weighed and divided by the sum of their weights."""
+    """Cross-entropy of the supervised tokens, divided by their number or total weight."""
 
     def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """As they are."""
+        """Return the micro-batches unchanged."""
         return micro_batches
 
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """Ids, positions, documents, labels and their weights."""
+        """Return ids, positions, documents, labels and loss weights."""
         return batch.arguments()
 
     def count(self, batch: MicroBatch) -> float:
-        """Supervised tokens, or the sum of their weights."""
+        """Count the supervised tokens, or sum their loss weights."""
         return batch.num_supervised if batch.weights_BT is None else batch.weight_sum
 
 
@@ -60,39 +60,40 @@ TOKENS = TokenObjective()
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What the forward passes of one step gave, summed over all ranks and micro-batches."""
+    """Result of the forward passes of one step, summed over all ranks and micro-batches."""
 
     loss_sum: Tensor
-    """Sum of the losses (of the supervised tokens, in nats), a scalar on the device (reading it waits for the device)."""
+    """Summed loss (in nats for supervised tokens), a scalar on the device."""
     supervised_tokens: Tensor
-    """Their number, a scalar on the device."""
+    """Number of supervised tokens, a scalar on the device."""
     routers: Tensor | None = None
-    """What the routers of a sparse model did, as `RouterTally.take` has it, on the device."""
+    """Router statistics of `RouterTally.take`, on the device. None for dense models."""
 
     count: Tensor | None = None
-    """What the sum is divided by where that is not the supervised tokens: pairs, or the sum of the tokens' weights."""
+    """Normaliser if it is not the supervised tokens: pairs, or the sum of the loss weights."""
 
     def mean(self) -> float:
-        """Loss per supervised token in nats, or per pair."""
+        """Return the loss per supervised token (nats) or per pair; synchronises the device."""
         count = self.supervised_tokens if self.count is None else self.count
         return float(self.loss_sum / _at_least_something(count))
 
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What became of the step's gradients; equal on every rank."""
+    """Result of the optimizer update. Identical on all ranks."""
 
     gradient_norm: float
-    """L2 norm of the whole model's gradient, before clipping; inf or nan when the step was skipped for it."""
+    """L2 norm of the whole model's gradient before clipping; inf or nan if it was skipped."""
     skipped: bool
 
 
 @dataclass
 class StepTimes:
-    """Marks between the parts of a step; `seconds` adds up what lies between them.
+    """Times between marks of a step, summed by part in `seconds`.
 
-    On CUDA a mark is an event in the stream, which costs the host nothing; the sums wait for the device. `reduction` is what is
-    left of the gradients' sums when the backward pass has reached the embeddings: the part that nothing hides.
+    On CUDA a mark is an event in the stream, which costs the host nothing; `seconds`
+    synchronises the device. `reduction` is the exposed part of the gradient reduction, after
+    the backward pass has reached the embeddings.
     """
 
     device: torch.device
@@ -100,7 +101,7 @@ class StepTimes:
     _began: float = 0.0
 
     def mark(self, part: str) -> None:
-        """What began at the last mark ends here, and belongs to `part`."""
+        """End the interval since the last mark and assign it to `part`."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -109,20 +110,21 @@ class StepTimes:
             self._marks.append((part, time.perf_counter()))
 
     def start(self) -> None:
-        """Forget the last step; time runs from here."""
+        """Forget the previous step and start timing."""
         self._marks.clear()
         self._began = time.perf_counter()
         self.mark("")
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """Each part as it came: its name, and from when to when, on this process's performance counter.
+        """List the intervals as (part, start, end), in seconds of this process's perf_counter.
 
-        On CUDA the device must have come to the end; its clock is set by the host's at the start of the step, when it was idle.
+        On CUDA the device must be synchronised. Its clock is aligned with the host's at the
+        start of the step, when the device was idle.
         """
-        found = []
+        spans = []
         for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
-            found.append((part, self._instant(before), self._instant(after)))
-        return found
+            spans.append((part, self._instant(before), self._instant(after)))
+        return spans
 
     def _instant(self, mark: float | torch.cuda.Event) -> float:
         if isinstance(mark, float):
@@ -132,7 +134,7 @@ class StepTimes:
         return self._began + first.elapsed_time(mark) / 1000.0
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per part: forward, backward, reduction, optimizer; with a pipeline, waiting for other ranks."""
+        """Return seconds of forward, backward, reduction, optimizer; under pp also waiting."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         total = dict.fromkeys(("forward", "backward", "reduction", "optimizer"), 0.0)
@@ -148,36 +150,42 @@ class StepTimes:
 
 
 def count_supervised(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Supervised tokens of a step over all its micro-batches and all ranks: an int64 scalar on the device."""
+    """Sum the supervised tokens of a step over micro-batches and ranks, an int64 scalar."""
     number = sum(batch.num_supervised for batch in micro_batches)
     return model.sum_over_batch(torch.tensor(number, dtype=torch.int64, device=model.device))
 
 
 def count_work(
-    model: ParallelModel, micro_batches: Sequence[MicroBatch], flops_per_token: Callable[[int], float]
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    flops_per_token: Callable[[int], float],
 ) -> tuple[int, float]:
-    """Tokens that a step computes over all micro-batches and ranks, those that fill rows up included, and a token's model FLOPs.
+    """Count the tokens of a step over all ranks, including padding, and their mean model FLOPs.
 
-    The FLOPs are the mean: attention's share of them grows with the row that a token stands in. Waits for all ranks.
+    Collective. FLOPs per token depend on the row length because of attention.
 
     Args:
-        flops_per_token: of a row of so many tokens.
+        flops_per_token: Function from row length in tokens to FLOPs per token.
     """
     sizes = [batch.input_ids_BT.shape for batch in micro_batches]
     tokens = sum(rows * length for rows, length in sizes)
     flops = sum(rows * length * flops_per_token(length) for rows, length in sizes)
-    work = model.sum_over_batch(torch.tensor([tokens, flops], dtype=torch.float64, device=model.device))
+    work = model.sum_over_batch(
+        torch.tensor([tokens, flops], dtype=torch.float64, device=model.device)
+    )
     all_tokens, all_flops = work.tolist()
     return int(all_tokens), all_flops / all_tokens
 
 
-def _count(model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
+def _count(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], objective: Objective
+) -> Tensor:
     number = sum(objective.count(batch) for batch in micro_batches)
     return model.sum_over_batch(torch.tensor(number, dtype=torch.float64, device=model.device))
 
 
 def _at_least_something(count: Tensor) -> Tensor:
-    """What a sum is divided by. Where nothing is supervised the sum is zero, and dividing by one keeps it zero and not nan."""
+    """Replace a count of zero by one: without supervised tokens the mean is 0, not nan."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
@@ -191,20 +199,21 @@ def accumulate_gradients(
     times: StepTimes | None = None,
     objective: Objective = TOKENS,
 ) -> StepLoss:
-    """Forward and backward of a step's micro-batches: gradients are those of loss_sum / supervised_tokens, times `loss_scale`.
+    """Compute the gradients of loss_sum / normaliser, times `loss_scale`, for a step.
 
-    One normaliser: the supervised tokens (or their weights, or pairs) of all micro-batches of all ranks are added up first, every
-    summed loss is divided by that one number, and gradients are summed. Neither accumulation nor ranks with few supervised tokens
-    change the result. A sparse model's router losses are added as means over the step's rows, times `loss_scale`; where nothing is
-    supervised nothing is.
+    The normaliser (supervised tokens, their weights, or pairs) is summed over all micro-batches
+    and ranks first. Every summed loss is divided by it and gradients are summed, so neither
+    accumulation nor ranks with few supervised tokens change the result. Router losses of a
+    sparse model are added as means over the step's rows times `loss_scale`, unless no token is
+    supervised.
 
     Args:
-        micro_batches: this rank's, the same number on every rank.
-        seed: of the run, for dropout.
-        step: the optimizer step, for dropout.
-        loss_scale: for fp16; divided out in `update`.
-        times: gets the marks of forward, backward and the reduction that nothing hides.
-        objective: what is learned.
+        micro_batches: Micro-batches of this rank; the same number on every rank.
+        seed: Seed of the run, for dropout.
+        step: Optimizer step, for dropout.
+        loss_scale: Loss scale of fp16; `update` divides by it.
+        times: Receives the marks of forward, backward and exposed reduction.
+        objective: Loss to train.
     """
     times = times or StepTimes(torch.device("cpu"))
     times.start()
@@ -215,8 +224,12 @@ def accumulate_gradients(
     micro_batches = objective.prepare(micro_batches)
     routing: dict[str, Tensor] = {}
     if model.decoder.shape.experts is not None:
-        num_rows = sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks
-        routing["row_weight"] = (tokens > 0) * torch.tensor(loss_scale / num_rows, dtype=torch.float64, device=model.device)
+        num_rows = (
+            sum(batch.input_ids_BT.shape[0] for batch in micro_batches) * model.layout.data_ranks
+        )
+        routing["row_weight"] = (tokens > 0) * torch.tensor(
+            loss_scale / num_rows, dtype=torch.float64, device=model.device
+        )
 
     def arguments(batch: MicroBatch) -> dict[str, Any]:
         dropout = DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None
@@ -231,11 +244,13 @@ def accumulate_gradients(
 
 
 def _sum_routers(model: ParallelModel) -> Tensor | None:
-    """What the routers of all ranks did; a pipeline rank knows of its own layers, and tensor-parallel ranks all know the same."""
+    """Sum router statistics over data and pipeline ranks; tensor-parallel ranks have copies."""
     shape = model.decoder.shape
     if shape.experts is None:
         return None
-    table = model.decoder.router_tally.take(shape.num_layers, shape.experts.num_experts, model.device)
+    table = model.decoder.router_tally.take(
+        shape.num_layers, shape.experts.num_experts, model.device
+    )
     return model.sum_over(table, ("pp", *DATA_AXES))
 
 
@@ -249,21 +264,29 @@ def update(
     routers: Tensor | None = None,
     times: StepTimes | None = None,
 ) -> StepUpdate:
-    """Norm, clip, optimizer step, gradients dropped. A gradient that is not finite anywhere makes every rank skip.
+    """Clip the gradients, update the parameters and drop the gradients.
 
-    The norm is the same number on every rank (shards are summed over all that hold one), and not finite on all as soon as it is on
-    one, so the decision is the same, too.
+    The norm is summed over all shards, identical on all ranks, and non-finite on all if it is
+    so on one. All ranks then skip the update.
 
     Args:
-        learning_rate: for this step, every group.
-        max_grad_norm: clip to this global norm; None clips nothing.
-        scaler: fp16's loss scale, by which the gradients are still multiplied.
-        routers: `StepLoss.routers`, by which balance biases move.
-        times: gets the mark of the optimizer.
+        learning_rate: Learning rate of this step, for every parameter group.
+        max_grad_norm: Largest global gradient norm; None for no clipping.
+        scaler: Loss scaler of fp16, whose scale the gradients still contain.
+        routers: `StepLoss.routers`, for the update of the balance biases.
+        times: Receives the mark of the optimizer.
     """
     loss_scale = 1.0 if scaler is None else scaler.scale
     gradients = model.gradients()
-    norm = global_norm(model.counted_gradients(), model.sum_over, stage_axes=model.stage_axes, device=model.device) / loss_scale
+    norm = (
+        global_norm(
+            model.counted_gradients(),
+            model.sum_over,
+            stage_axes=model.stage_axes,
+            device=model.device,
+        )
+        / loss_scale
+    )
     norm = agree_on_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
     gradient_norm = float(norm)
     skipped = not isfinite(gradient_norm)

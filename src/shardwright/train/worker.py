@@ -1,4 +1,4 @@
-"""One rank of a run that `launch_ranks` started: `python -m shardwright.train.worker RECIPE` and the options of `_parser`."""
+"""One rank of a run, started by `launch_ranks`: `python -m shardwright.train.worker RECIPE`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-drift", action="append", default=[])
-    parser.add_argument("--restart", help="why the ranks were started again")
+    parser.add_argument("--restart", help="reason for the restart of the ranks")
     return parser
 
 
 def main() -> int:
-    """Train as one rank; how it ended is left for the launcher, which tells it once."""
+    """Train as one rank and write its outcome for the launcher, which reports it."""
     ranks = find_ranks()
     assert ranks is not None, "this module is started by launch_ranks"
     failure: BaseException | None = None
@@ -36,18 +36,25 @@ def main() -> int:
             from shardwright.config import load_recipe
             from shardwright.train.start import train_rank
 
-            given = _parser().parse_args()
-            recipe = load_recipe(given.recipe)
-            train_rank(recipe, ranks, stop, resume=given.resume, allow_drift=given.allow_drift, restart=given.restart)
+            options = _parser().parse_args()
+            recipe = load_recipe(options.recipe)
+            train_rank(
+                recipe,
+                ranks,
+                stop,
+                resume=options.resume,
+                allow_drift=options.allow_drift,
+                restart=options.restart,
+            )
         except BaseException as error:
             failure = error
     code = note_outcome(ranks.rank, failure)
-    # To the launcher a rank that was asked to stop ended well; anything else takes all ranks down.
+    # For the launcher a stopped rank succeeded; any other exit status ends all ranks.
     return ExitCode.DONE if code == ExitCode.PREEMPTED else code
 
 
 if __name__ == "__main__":
-    # The process group's threads may still wait for peers that are gone; leaving must not wait for them.
+    # Threads of the process group may still wait for lost peers; exit without waiting for them.
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

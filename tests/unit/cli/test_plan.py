@@ -85,7 +85,7 @@ def test_a_tight_choice_is_warned_of(
     document = RECIPE | {"layout": "auto", "cluster": "8xA100-80GB"}
     with caplog.at_level("WARNING"):
         assert not resolve_auto(validate_recipe(document), 8).layout.auto
-    assert "nothing fits with room to spare, and the chosen layout may run out of memory" in caplog.text
+    assert "no layout fits with memory to spare; the chosen one may run out of memory" in caplog.text
 
 
 def test_textbook_layouts_that_do_not_fit_say_why_and_what_would_help(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

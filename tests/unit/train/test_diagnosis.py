@@ -38,7 +38,7 @@ SUM, GATHER = (WORLD, "all_reduce", 8), (WORLD, "all_gather", 16)
 
 def test_who_does_not_run_is_named_with_what_it_lacks() -> None:
     views = [rank(0, [SUM, GATHER]), rank(1, [SUM, GATHER]), rank(2, [SUM], alive=NOW - 8, waits=False)]
-    for state, told in (("T", "rank 2 stopped by a signal"), ("R", "rank 2 running no Python")):
+    for state, told in (("T", "rank 2 stopped by a signal"), ("R", "rank 2 not running Python")):
         verdict = diagnose(views, NOW, {0: "S", 1: "S", 2: state})
         assert verdict.culprits == (2,)
         assert told in verdict.message
@@ -108,4 +108,4 @@ def test_where_two_ranks_stand_still_at_once_the_steps_before_tell_who_skipped(s
 def test_what_is_on_other_machines_is_said_to_be_there() -> None:
     verdict = diagnose([rank(0, [SUM]), rank(1, [SUM])], NOW, {})
     assert verdict.culprits == ()
-    assert "on others (ranks [2])" in verdict.message
+    assert "on another machine (ranks [2])" in verdict.message

@@ -83,7 +83,7 @@ def test_a_model_that_has_learnt_its_answers_gives_them(tmp_path: Path, template
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"question": "x", "answer": "no mark"}, r"a\.jsonl:4.*no answer of this form"),
+        ({"question": "x", "answer": "no mark"}, r"a\.jsonl:4.*no answer that matches the pattern"),
         ({"question": "x", "answer": ""}, r"a\.jsonl:4.*'answer' is empty"),
         ("{", r"a\.jsonl:4.*not JSON"),
     ],

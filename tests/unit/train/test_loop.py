@@ -92,7 +92,7 @@ def test_a_launcher_that_starts_it_again_begins_or_goes_on(tmp_path: Path) -> No
     train(recipe_in(tmp_path, max_steps=3), resume_if_begun=True)
     events = read_events(tmp_path / "run")
     assert [step.step for step in events.of(Step)] == [1, 2, 3]
-    assert not any("begins again" in event.message for event in events.of(Warned))
+    assert not any("starts again" in event.message for event in events.of(Warned))
 
 
 def test_what_may_change_on_resume_is_told(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_rank_that_the_launcher_had_to_kill_was_hanging(control: Path) -> None
     failed_at = read_outcomes(control)[0].at_seconds
     error = cause(read_outcomes(control), {0: 3, 1: -9}, {0: failed_at, 1: failed_at + 30})
     assert isinstance(error, RankFailed)
-    assert str(error).startswith("rank 1 hung: rank 0 waited for it in vain (Timed out waiting 5000ms for recv")
+    assert str(error).startswith("rank 1 hung: rank 0 timed out waiting for it (Timed out waiting 5000ms for recv")
 
 
 def test_a_rank_killed_because_another_failed_is_not_the_cause(control: Path) -> None:

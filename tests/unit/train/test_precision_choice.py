@@ -79,11 +79,11 @@ def test_a_run_that_resumes_on_another_kind_of_machine_keeps_its_precision_and_s
     train(recipe_in(tmp_path))
     kind = recorded_plan(tmp_path)["precision"]["kind"]
     machine(resumed)
-    assert foresee_precision(recipe_in(tmp_path)) == PrecisionChoice(kind, "the run was begun in it")
+    assert foresee_precision(recipe_in(tmp_path)) == PrecisionChoice(kind, "the run was started in it")
     train(recipe_in(tmp_path, max_steps=2), resume=True)
     plan = recorded_plan(tmp_path)
     assert plan["precision"]["kind"] == kind
-    assert plan["precision_reason"].startswith("the run was begun in it; a new run would take ")
+    assert plan["precision_reason"].startswith("the run was started in it; a new run would use ")
     # What an emulating machine is asked to do all the same is told once, with the ratio.
     slow = [message for message in warnings(tmp_path) if "40 times slower" in message]
     assert len(slow) == (1 if kind == "bf16" else 0)
@@ -95,7 +95,7 @@ def test_a_run_of_a_version_whose_default_was_fp32_resumes_in_fp32(tmp_path: Pat
     train(recipe_in(tmp_path, max_steps=2), resume=True)
     assert recorded_plan(tmp_path)["precision"]["kind"] == "fp32"
     RunFolder(tmp_path / "run").recipe.unlink()  # resumed from its checkpoints alone, in another run folder
-    assert foresee_precision(recipe_in(tmp_path)) == PrecisionChoice("fp32", "the run was begun in it")
+    assert foresee_precision(recipe_in(tmp_path)) == PrecisionChoice("fp32", "the run was started in it")
 
 
 def test_a_precision_that_the_recipe_names_is_still_held_against_the_runs(tmp_path: Path, machine: Any) -> None:

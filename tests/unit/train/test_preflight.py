@@ -63,7 +63,7 @@ def recipe_of_rows(folder: Path, *, run: str = "run", **sections: Any) -> Recipe
         ({"data": {"pad_to_multiple_of": 3}, "layout": {"cp": 2}}, 2, 12, ""),
         ({"data": {"padding": "max_length"}}, 1, None, ""),
         ({"data": {"packing": "documents"}}, 1, 8, ""),
-        ({"model": {"compile": True}}, 1, None, "compiled blocks"),
+        ({"model": {"compile": True}}, 1, None, "model.compile"),
         ({"model": {"config": CONFIG | EXPERTS}, "moe": {"capacity_factor": 1.0}}, 1, None, "experts"),
     ],
     ids=["default", "cut", "fixed", "packed", "compiled", "experts"],
@@ -74,7 +74,7 @@ def test_what_rows_are_filled_up_to(
     with caplog.at_level(logging.INFO, logger="shardwright.train.preflight"):
         plan = check(recipe_of_rows(tmp_path, **sections), ranks).plan
     assert plan.batch.row_multiple == expected
-    assert ("rows are all filled" in caplog.text) == bool(told)
+    assert ("all rows are padded" in caplog.text) == bool(told)
     assert told in caplog.text
 
 
@@ -98,4 +98,4 @@ def test_a_rank_beyond_the_matrix_is_told(tmp_path: Path) -> None:
         train(recipe_of_rows(tmp_path, run=str(rank), adapters={"rank": rank, "targets": ["k_proj"]}, training={"max_steps": 1}))
         warned = [event.message for event in read_events(tmp_path / str(rank)).of(Warned)]
         assert len(warned) == told
-        assert all("adapters.rank 9 is more than model.layers.0.self_attn.k_proj.weight (8 x 16)" in text for text in warned)
+        assert all("adapters.rank 9 exceeds the rank of model.layers.0.self_attn.k_proj.weight (8 x 16)" in text for text in warned)

@@ -100,7 +100,7 @@ def test_rollbacks_are_bounded_and_what_comes_after_is_told(tmp_path: Path, monk
     spike_at(monkeypatch, {6, 10})
     events = read_events(run(tmp_path, "run", {"window_steps": 3, "max_rollbacks": 1}))
     assert len(events.of(RolledBack)) == 1
-    assert any("1 rollbacks were made: training goes on" in event.message for event in events.of(Warned))
+    assert any("no rollbacks are left (max_rollbacks is 1), so training continues" in event.message for event in events.of(Warned))
 
 
 def test_too_many_steps_without_a_finite_gradient_take_the_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_too_many_steps_without_a_finite_gradient_take_the_run_back(tmp_path: Pa
     poison_at(monkeypatch, {5, 6})
     (back,) = read_events(run(tmp_path, "with", {}, max_skipped_steps=1)).of(RolledBack)
     assert (back.step, back.from_step) == (4, 6)
-    assert "2 steps in a row up to step 6" in back.reason
+    assert "2 consecutive steps up to step 6" in back.reason
 
 
 def test_moments_stay_clean_where_one_gradient_is_not_a_number(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_counts_as_a_spike() -> None:
     watch = SpikeWatch(RollbackSection(window_steps=3, spike_nats=0.5))
     assert [watch.observe(loss, skipped=False) for loss in (3.0, 9.0, 2.0, 3.4)] == [None] * 4
     assert watch.observe(float("nan"), skipped=True) is None
-    assert watch.observe(4.0, skipped=False) == "the loss is 4, 0.6 above the median of the 3 steps before"
+    assert watch.observe(4.0, skipped=False) == "the loss is 4, 0.6 above the median of the 3 previous steps"
     assert watch.observe(float("nan"), skipped=False) is not None
     watch.went_back()
     assert watch.observe(100.0, skipped=False) is None

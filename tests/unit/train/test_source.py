@@ -48,7 +48,7 @@ def test_no_such_checkpoint(run: Path, wanted: str) -> None:
 
 
 def test_a_run_without_checkpoints_or_without_a_best(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
         open_source(make_run(tmp_path / "none", steps=()).path)
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         open_source(make_run(tmp_path / "worse", steps=(1,), best=None).path, "best")
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_is_not_read(tmp_path: Path) -> None:
 def test_a_config_that_is_not_the_checkpoints(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=(1,))
     folder.config.write_text(folder.config.read_text().replace('"intermediate_size": 24', '"intermediate_size": 25'))
-    with pytest.raises(CheckpointError, match=r"not those of config\.json.*mlp"):
+    with pytest.raises(CheckpointError, match=r"do not match config\.json.*mlp"):
         open_source(folder.path)
 
 
@@ -91,13 +91,13 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
 
 def test_neither(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match="no model here"):
+        with pytest.raises(InputError, match="no model in this folder"):
             open_source(path)
 
 
 def test_adapters_alone_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"adapters alone are no model.*Name the run"):
+    with pytest.raises(InputError, match=r"adapters alone are not a model.*Name the run"):
         open_source(tmp_path)
 
 

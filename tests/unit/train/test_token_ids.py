@@ -85,7 +85,7 @@ def test_ids_train_evaluate_resume_and_export(
 
     for source in ("run", "out"):
         assert run(["generate", str(tmp_path / source), "--prompt", "once"]) == 2
-        assert "this model has no tokenizer, and text needs one" in capsys.readouterr().err
+        assert "this model has no tokenizer, which text input and output need" in capsys.readouterr().err
 
 
 def test_ids_train_a_model_that_is_written_inline(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_record(tmp_path: Path, v
 
 def test_what_needs_text_says_so(tmp_path: Path) -> None:
     model = {"config": MODEL}
-    with pytest.raises(RecipeError, match="samples are text, which needs a tokenizer") as refused:
+    with pytest.raises(RecipeError, match="samples are text and need a tokenizer") as refused:
         check(recipe_of(tmp_path, model, evaluation={"num_samples": 2}), 1)
     assert refused.value.field == "evaluation.num_samples"
     template = tmp_path / "template.jinja"

@@ -60,7 +60,7 @@ sys.stdin.read()
     assert first.stdin is not None
     assert first.stdout is not None
     assert first.stdout.readline() == b"up\n"
-    with pytest.raises(InputError, match=f"two processes say they are rank 0 .*process {first.pid}"):
+    with pytest.raises(InputError, match=f"two processes have rank 0 .*process {first.pid}"):
         Pulse(tmp_path, 0, 2)
     first.kill()
     first.communicate()
