@@ -51,7 +51,9 @@ _NUM_CALLS = 120
 """Of the longest calls that a calibration should make, as many fit into its budget: 1 s each of 120 s."""
 _CALLS_BEFORE_TIMEOUT = 12
 """Of the longest calls that a calibration makes, as many fit into the watch's time: 5 s each of 60 s."""
-_COLLECTIVES_SECONDS, _RESULTS_SECONDS, _LINKS_SECONDS = 30.0, 20.0, 20.0
+_COLLECTIVES_SECONDS = 30.0
+_RESULTS_SECONDS = 20.0
+_LINKS_SECONDS = 20.0
 """Of the usual messages, the check of results and the links of pairs."""
 _LONGEST_MESSAGE_SECONDS = 2.0
 _ROUNDS_SECONDS = 0.25
@@ -220,7 +222,8 @@ def _join_groups(room: Room) -> None:
 
 
 def _time_products(room: Room) -> None:
-    device, order = room.device, room.order
+    device = room.device
+    order = room.order
     precisions = [*matmul.precisions_of(device), *(shape[0] for shape in order.products)]
     seconds_per_flop = {}
     for precision in dict.fromkeys(precisions):
@@ -295,7 +298,8 @@ def _members(room: Room, groups: bandwidth.Groups) -> tuple[dist.ProcessGroup, t
 
 
 def _check_results(room: Room) -> None:
-    budget, last_seconds = Budget(_RESULTS_SECONDS, room.agree), 0.0
+    budget = Budget(_RESULTS_SECONDS, room.agree)
+    last_seconds = 0.0
     for groups in bandwidth.groups_of(room.order.layout):
         group, ranks = _members(room, groups)
         for dtype in correctness.DTYPES:
@@ -349,7 +353,8 @@ def _time_sizes(
 def _time_links(room: Room) -> None:
     num_bytes = _LINK_BYTES[room.device.type]
     num_directions = 2 * len(links.pairings(room.ranks.world_size))
-    budget, num_done = Budget(_LINKS_SECONDS, room.agree), 0
+    budget = Budget(_LINKS_SECONDS, room.agree)
+    num_done = 0
     for one in links.time_links(room.device, num_bytes, budget):
         if one is not None:
             room.report.link_times.append(one)
@@ -366,7 +371,8 @@ def hand_in(room: Room) -> dict[int, RankReport]:
     if meeting is None:
         return {0: room.report}
     seconds = room.order.timeout_seconds
-    rank, world_size = room.ranks.rank, room.ranks.world_size
+    rank = room.ranks.rank
+    world_size = room.ranks.world_size
     if rank != 0:
         meeting.store.set(f"report/{rank}", REPORT.dump_json(room.report).decode())
         meeting.store.set(f"stage/{rank}", "reports")

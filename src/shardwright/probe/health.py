@@ -103,7 +103,8 @@ def _read(nvml: Any, handle: Any, plain: Gpu, own_process: int) -> Gpu:
         except (nvml.NVMLError, AttributeError):
             return None
 
-    uncorrected, corrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
+    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    corrected = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
     rows = ask(nvml.nvmlDeviceGetRemappedRows)
     states = {link: ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(_MOST_LINKS)}
     up = tuple(link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED)
@@ -166,7 +167,8 @@ def under_load(device: torch.device, seconds: float = 1.0) -> Iterator[None]:
     size = 8192
     a_MK, b_KN = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out_MN = torch.empty_like(a_MK)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.mm(a_MK, b_KN, out=out_MN)
     start.record()
     for _ in range(8):
@@ -289,7 +291,8 @@ def _judge_load(rank: int, gpu: Gpu) -> Iterator[Finding]:
             heat = f" at {gpu.temperature_celsius} C" if gpu.temperature_celsius is not None else ""
             clock = f", {gpu.clock_mhz} of {gpu.most_clock_mhz} MHz" if gpu.clock_mhz is not None else ""
             yield Finding(SECTION, f"throttling, rank {rank}", verdict, name + heat + clock, remedy)
-    limit, usual = gpu.power_limit_watts, gpu.default_limit_watts
+    limit = gpu.power_limit_watts
+    usual = gpu.default_limit_watts
     if limit is not None and usual is not None and limit < 0.98 * usual:
         told = f"limited to {limit:.0f} W of {usual:.0f} W"
         yield Finding(SECTION, f"power, rank {rank}", "warn", told, f"nvidia-smi -pl {usual:.0f}")

@@ -67,7 +67,8 @@ def time_links(device: torch.device, num_bytes: int, budget: Budget) -> Iterator
 
     Every rank of the world calls this. It ends early, on all ranks alike, when the budget is spent.
     """
-    me, last_seconds = dist.get_rank(), 0.0
+    me = dist.get_rank()
+    last_seconds = 0.0
     for partners in pairings(dist.get_world_size()):
         partner = partners.get(me)
         for low_sends in (True, False):
@@ -122,7 +123,8 @@ def judge_links(times: Sequence[LinkTime], seats: Mapping[int, Seat], device_kin
         if not rates:
             continue
         where = "between nodes" if crosses else "within a node"
-        least, most = min(rates.values()) / 1e9, max(rates.values()) / 1e9
+        least = min(rates.values()) / 1e9
+        most = max(rates.values()) / 1e9
         middle = median(rates.values()) / 1e9
         told = f"{len(rates)} directions, {least:.3g} to {most:.3g} GB/s, median {middle:.3g}"
         told_rates = {f"{a}->{b}": rate for (a, b), rate in rates.items()}
@@ -148,7 +150,8 @@ def _name_odd(odd: Sequence[Odd[Pair]], rates: Mapping[Pair, float], seats: Mapp
                 )
     for (sender, receiver), one in left.items():
         told = f"{one.rate / 1e9:.3g} GB/s from rank {sender} to rank {receiver}, {one.share:.0%} of the others' median"
-        here, there = seats[sender], seats[receiver]
+        here = seats[sender]
+        there = seats[receiver]
         remedy = f"Look at the cable and switch between {here.host} and {there.host}"
         if here.node == there.node:
             remedy = f"Look at what else runs on {here.host}, then examine again"

@@ -32,7 +32,8 @@ class NotMet(CheckFailed):
 
     def __init__(self, finding: Finding, *, known_to_rank_0: bool = False) -> None:
         super().__init__(f"{finding.value}. {finding.remedy}")
-        self.finding, self.known_to_rank_0 = finding, known_to_rank_0
+        self.finding = finding
+        self.known_to_rank_0 = known_to_rank_0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def reach(address: str, port: int, timeout_seconds: float) -> float:
         NotMet: nothing did in time; says whether the name is unknown, the port is closed, or packets are dropped.
     """
     began = time.monotonic()
-    reason, advice = "", ""
+    reason = ""
+    advice = ""
     while True:
         left = timeout_seconds - (time.monotonic() - began)
         if left <= 0:
@@ -117,7 +119,8 @@ def meet(ranks: RankEnvironment, timeout_seconds: float) -> Meeting:
         NotMet: this rank reaches nobody, the port is taken, or ranks are missing.
     """
     began = time.monotonic()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     where = f"{address}:{port}"
     hosts_store = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     patience = timedelta(seconds=timeout_seconds)
@@ -129,7 +132,8 @@ def meet(ranks: RankEnvironment, timeout_seconds: float) -> Meeting:
         return dist.PrefixStore("shardwright-doctor", store)
 
     try:
-        store, side = connect(is_master=hosts_store), connect(is_master=False)
+        store = connect(is_master=hosts_store)
+        side = connect(is_master=False)
     except dist.DistError as error:
         raise NotMet(_not_joined(where, str(error))) from error
     seats = _call_the_roll(ranks, store, timeout_seconds, where)

@@ -109,7 +109,8 @@ def look_for_others(folder: Folder, store: dist.Store, rank: int, world_size: in
     if rank == 0:
         store.set(f"{topic}/token", secrets.token_hex(8))
     token = store.get(f"{topic}/token").decode()
-    mine, problem = place / f"{_PREFIX}{token}-{rank}", ""
+    mine = place / f"{_PREFIX}{token}-{rank}"
+    problem = ""
     try:
         with mine.open("wb") as file:
             file.write(token.encode())
@@ -158,9 +159,11 @@ def judge_writes(written: Mapping[int, Sequence[Written]], hosts: Mapping[int, s
         verdict: Verdict = "pass"
         remedy = ""
         if fullest.free_bytes < _LEAST_FREE:
-            verdict, remedy = "warn", f"du -sh {fullest.path}/*: make room, or name another folder in the recipe"
+            verdict = "warn"
+            remedy = f"du -sh {fullest.path}/*: make room, or name another folder in the recipe"
         elif slowest.bytes_per_second < _SLOW_BYTES_PER_SECOND:
-            verdict, remedy = "warn", "Write to a faster disk; checkpoint.asynchronous hides some of it"
+            verdict = "warn"
+            remedy = "Write to a faster disk; checkpoint.asynchronous hides some of it"
         numbers = {"free_bytes": fullest.free_bytes, "bytes_per_second": slowest.bytes_per_second, "path": slowest.path}
         findings.append(Finding(SECTION, use, verdict, told, remedy, numbers))
     return findings

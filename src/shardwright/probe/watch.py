@@ -32,7 +32,9 @@ class Watch:
         self, timeout_seconds: float, expired: Callable[[str], None], rank: int = 0, store: dist.Store | None = None
     ) -> None:
         self.timeout_seconds = timeout_seconds + (5.0 if rank else 0.0)
-        self._expired, self._rank, self._store = expired, rank, store
+        self._expired = expired
+        self._rank = rank
+        self._store = store
         self._stage: str | None = None
         self._since = time.monotonic()
         self._over = threading.Event()
@@ -44,7 +46,8 @@ class Watch:
         """What happens in the block is watched, and the others can see that this rank is there."""
         if self._store is not None:
             self._store.set(f"stage/{self._rank}", name)
-        self._since, self._stage = time.monotonic(), name
+        self._since = time.monotonic()
+        self._stage = name
         try:
             yield
         finally:
@@ -72,7 +75,8 @@ class Watch:
                 raise RankFailed("another rank has broken off")
             now = self._store.add(_PROGRESS, 0)
             if now != seen:
-                seen, self._since = now, time.monotonic()
+                seen = now
+                self._since = time.monotonic()
 
     def close(self) -> None:
         """Stop watching."""
@@ -89,12 +93,15 @@ class Watch:
 
 def wait_for_reports(store: dist.Store, keys: Mapping[int, str], timeout_seconds: float) -> list[int]:
     """Ranks whose key has not come when no rank has made progress for so long."""
-    missing, seen, since = dict(keys), 0, time.monotonic()
+    missing = dict(keys)
+    seen = 0
+    since = time.monotonic()
     while missing and time.monotonic() - since < timeout_seconds:
         missing = {rank: key for rank, key in missing.items() if not store.check([key])}
         now = store.add(_PROGRESS, 0)
         if now != seen:
-            seen, since = now, time.monotonic()
+            seen = now
+            since = time.monotonic()
         if missing:
             with suppress(dist.DistError):
                 store.wait([next(iter(missing.values()))], _POLL)

@@ -175,7 +175,7 @@ def test_ranks_whose_turn_at_the_clock_comes_too_late_are_passed_over(
     assert in_threads(3, lambda rank: estimate_offset(stores[rank], rank, 3)) == [None] * 3
     monkeypatch.setattr(clock, "_LONGEST_SECONDS", 10.0)
     (finding,) = judge_clocks({1: Offset(0.0, 1e-4)}, dict.fromkeys(range(3), "a"))
-    assert "on 1 of 2 ranks, all that answered in 10 s" in finding.value
+    assert "on 1 of 2 ranks, all that answered within 10 s" in finding.value
 
 
 def agreements(count: int) -> tuple[list[Agreement], list[Watch]]:
