@@ -149,7 +149,11 @@ def _line_up(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _prepare(
-    kind: CollectiveKind, group: dist.ProcessGroup, ranks: Sequence[int], message_bytes: int, device: torch.device
+    kind: CollectiveKind,
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    message_bytes: int,
+    device: torch.device,
 ) -> Callable[[], object]:
     """Allocate the buffers of a collective and return the function of one call."""
     size = len(ranks)
@@ -176,7 +180,12 @@ def _prepare(
 
 
 def send_or_receive(
-    message: torch.Tensor, answer: torch.Tensor, peer: int, *, sends: bool, group: dist.ProcessGroup | None = None
+    message: torch.Tensor,
+    answer: torch.Tensor,
+    peer: int,
+    *,
+    sends: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Send a message to a peer and receive a reply of one element, or the reverse."""
     if sends:
@@ -194,7 +203,10 @@ def merge_times(times: Mapping[int, Sequence[GroupTime]]) -> list[GroupTime]:
         for measured in rank_times:
             key = (measured.axis, measured.ranks, measured.kind, measured.message_bytes)
             merged[key] = max(merged.get(key, 0.0), measured.seconds)
-    return [GroupTime(axis, ranks, kind, size, seconds) for (axis, ranks, kind, size), seconds in merged.items()]
+    return [
+        GroupTime(axis, ranks, kind, size, seconds)
+        for (axis, ranks, kind, size), seconds in merged.items()
+    ]
 
 
 def rate_of(one: GroupTime, ranks_per_node: int) -> CollectiveRate:
@@ -202,7 +214,9 @@ def rate_of(one: GroupTime, ranks_per_node: int) -> CollectiveRate:
     return CollectiveRate(one.kind, len(one.ranks), ranks_per_node, one.message_bytes, one.seconds)
 
 
-def link_between(device_name: str, ranks_per_node: int, num_ranks: int, inter: str | None) -> Link | None:
+def link_between(
+    device_name: str, ranks_per_node: int, num_ranks: int, inter: str | None
+) -> Link | None:
     """Find the slowest link of a group in the catalogue; None for an unknown device or link.
 
     `inter` names the link between nodes. Within a node it is the link of the device's usual
@@ -218,7 +232,10 @@ def link_between(device_name: str, ranks_per_node: int, num_ranks: int, inter: s
 
 
 def judge_collectives(
-    merged: Sequence[GroupTime], per_node: Mapping[tuple[int, ...], int], device_name: str | None, inter: str | None
+    merged: Sequence[GroupTime],
+    per_node: Mapping[tuple[int, ...], int],
+    device_name: str | None,
+    inter: str | None,
 ) -> list[Finding]:
     """Judge each collective over each axis against the link's peak, then groups of an axis."""
     findings = []
@@ -232,9 +249,16 @@ def judge_collectives(
             )
             for size in sizes
         }
-        bus = {size: rate_of(one, per_node[one.ranks]).bus_bytes_per_second for size, one in slowest.items()}
+        bus = {
+            size: rate_of(one, per_node[one.ranks]).bus_bytes_per_second
+            for size, one in slowest.items()
+        }
         ranks = selected[0].ranks
-        link = None if device_name is None else link_between(device_name, per_node[ranks], len(ranks), inter)
+        link = (
+            None
+            if device_name is None
+            else link_between(device_name, per_node[ranks], len(ranks), inter)
+        )
         value = f"{_digits(bus[sizes[-1]])} GB/s at {format_bytes(sizes[-1])}"
         verdict: Verdict = "pass"
         remedy = ""
@@ -270,16 +294,32 @@ def _judge_groups(merged: Sequence[GroupTime]) -> list[Finding]:
         for kind in KINDS:
             selected = [one for one in merged if (one.axis, one.kind) == (axis, kind)]
             largest = max((one.message_bytes for one in selected), default=0)
-            rates = {one.ranks: largest / one.seconds for one in selected if one.message_bytes == largest}
+            rates = {
+                one.ranks: largest / one.seconds for one in selected if one.message_bytes == largest
+            }
             for slow in find_odd(rates, LINK_LIMITS):
                 value = f"{kind} at {slow.share:.0%} of the other groups'"
                 previous = worst_of.get(slow.key)
                 if previous is None or slow.share < previous[0]:
-                    worst_of[slow.key] = (slow.share, value, worst([slow.verdict, previous[2] if previous else "pass"]))
+                    worst_of[slow.key] = (
+                        slow.share,
+                        value,
+                        worst([slow.verdict, previous[2] if previous else "pass"]),
+                    )
         for ranks, (_, value, verdict) in worst_of.items():
-            remedy = f"Check the devices and links of {name_ranks(ranks)}; the section links shows which pair is slow"
+            remedy = (
+                f"Check the devices and links of {name_ranks(ranks)}; the section links shows "
+                "which pair is slow"
+            )
             findings.append(
-                Finding(SECTION, f"slow group of {axis}: {name_ranks(ranks)}", verdict, value, remedy, {"ranks": list(ranks)})
+                Finding(
+                    SECTION,
+                    f"slow group of {axis}: {name_ranks(ranks)}",
+                    verdict,
+                    value,
+                    remedy,
+                    {"ranks": list(ranks)},
+                )
             )
     return findings
 

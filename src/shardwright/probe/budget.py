@@ -1,8 +1,8 @@
 """Time limits of measurements, and decisions that are equal on all ranks.
 
-A probe starts with a small problem, predicts from it how long the next larger one takes, and stops
-when the prediction exceeds its budget. Ranks measure at the same time and are compared with each
-other, so every decision uses the largest number that any rank has.
+A probe measures a small problem first, predicts the time of the next larger one, and stops when
+the prediction exceeds its budget. Ranks measure at the same time and are compared with each
+other, so every decision uses the maximum over all ranks.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Omission:
     """Smaller problem that was measured instead; empty if none was."""
 
 
-def judge_omissions(omissions: Iterable[Omission], budget_seconds: float, timeout_seconds: float) -> list[Finding]:
+def judge_omissions(
+    omissions: Iterable[Omission], budget_seconds: float, timeout_seconds: float
+) -> list[Finding]:
     """Report omitted and reduced problems.
 
     Omissions are equal on all ranks, so those of one rank suffice.
@@ -104,7 +106,8 @@ def judge_omissions(omissions: Iterable[Omission], budget_seconds: float, timeou
         values = []
         if omitted:
             values.append(
-                f"{len(omitted)} omitted ({_name(omitted)}): at {_time_range(omitted)} per call they exceed the time limit"
+                f"{len(omitted)} omitted ({_name(omitted)}): at {_time_range(omitted)} per "
+                "call they exceed the time limit"
             )
             if section == "calibration":
                 values.append("a plan uses the nearest measured shape")
@@ -129,4 +132,8 @@ def _name(omissions: list[Omission]) -> str:
 
 def _time_range(omissions: list[Omission]) -> str:
     shortest, longest = (pick(one.seconds for one in omissions) for pick in (min, max))
-    return format_seconds(longest) if longest < 1.1 * shortest else f"{format_seconds(shortest)} to {format_seconds(longest)}"
+    return (
+        format_seconds(longest)
+        if longest < 1.1 * shortest
+        else f"{format_seconds(shortest)} to {format_seconds(longest)}"
+    )

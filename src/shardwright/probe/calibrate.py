@@ -23,7 +23,14 @@ from shardwright.config import Recipe
 from shardwright.config.upkeep import DeviceKind
 from shardwright.data.cache import cache_root
 from shardwright.errors import InputError
-from shardwright.hardware import AttentionRate, CollectiveRate, ElementwiseRate, MatmulRate, MeasuredProfile, parse_cluster
+from shardwright.hardware import (
+    AttentionRate,
+    CollectiveRate,
+    ElementwiseRate,
+    MatmulRate,
+    MeasuredProfile,
+    parse_cluster,
+)
 from shardwright.hardware.load import find_accelerator
 from shardwright.hardware.profile import CollectiveKind
 from shardwright.layout import Layout
@@ -76,15 +83,21 @@ class _Curious(MeasuredProfile):
         self.products[(precision, m, n, k)] = None
         return None
 
-    def collective_seconds(self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float) -> float | None:
+    def collective_seconds(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
+    ) -> float | None:
         self.messages[(kind, num_ranks, round(message_bytes))] = None
         return None
 
-    def attention_flops_per_second(self, precision: str, row_tokens: float, head_dim: int, *, backward: bool) -> float | None:
+    def attention_flops_per_second(
+        self, precision: str, row_tokens: float, head_dim: int, *, backward: bool
+    ) -> float | None:
         self.rows[(precision, round(row_tokens))] = None
         return None
 
-    def elementwise_bytes_per_second(self, precision: str, tokens: int, width: int, *, backward: bool) -> float | None:
+    def elementwise_bytes_per_second(
+        self, precision: str, tokens: int, width: int, *, backward: bool
+    ) -> float | None:
         self.tensors[(precision, min(tokens, _MOST_ELEMENTS // width), width)] = None
         return None
 
@@ -124,7 +137,9 @@ def order_of(
     if not calibrates:
         return request
     device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    lookups = _usual_questions(device_kind) if recipe is None else _questions(recipe, layout, device_kind)
+    lookups = (
+        _usual_questions(device_kind) if recipe is None else _questions(recipe, layout, device_kind)
+    )
     return replace(
         request,
         products=tuple(lookups.products),
@@ -156,13 +171,23 @@ def catalogue_name(device_kind: str, device_name: str) -> str | None:
 def _usual_products(kind: str) -> list[Shape]:
     sides = _LADDER[kind]
     precisions = ("fp32", "bf16")
-    return [(precision, m, n, k) for precision in precisions for m in sides for n in sides for k in sides if not m == n == k]
+    return [
+        (precision, m, n, k)
+        for precision in precisions
+        for m in sides
+        for n in sides
+        for k in sides
+        if not m == n == k
+    ]
 
 
 def _usual_questions(kind: str) -> _Questions:
     """List the problems to measure without a recipe or for a device the catalogue lacks."""
     num_heads, num_kv_heads, head_dim = _HEADS[kind]
-    workloads = [Rows("bf16", max(1, _TOKENS[kind] // length), length, num_heads, num_kv_heads, head_dim) for length in _ROWS[kind]]
+    workloads = [
+        Rows("bf16", max(1, _TOKENS[kind] // length), length, num_heads, num_kv_heads, head_dim)
+        for length in _ROWS[kind]
+    ]
     tensors = [(precision, _TOKENS[kind], num_heads * head_dim) for precision in ("fp32", "bf16")]
     return _Questions(_usual_products(kind), _shortened(workloads, kind), elementwise=tensors)
 
@@ -186,21 +211,34 @@ def _questions(recipe: Recipe, layout: Layout, kind: str) -> _Questions:
     return _usual_questions(kind) if lookups is None else lookups
 
 
-def order_of_runs(runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout, *, device: DeviceKind = "auto") -> Order:
+def order_of_runs(
+    runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout, *, device: DeviceKind = "auto"
+) -> Order:
     """Build one request from the planner's lookups for several runs.
 
     They are measured over the groups of `layout`, which has as many ranks as the largest run.
     """
     device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    lookups = [_asked(shape, candidate, device_kind) or _usual_questions(device_kind) for shape, candidate in runs]
+    lookups = [
+        _asked(shape, candidate, device_kind) or _usual_questions(device_kind)
+        for shape, candidate in runs
+    ]
     return Order(
         budget_seconds=len(runs) * CALIBRATION_SECONDS,
         layout=layout,
         device=device,
-        products=tuple(dict.fromkeys(shape for run_lookups in lookups for shape in run_lookups.products)),
-        messages=tuple(dict.fromkeys(message for run_lookups in lookups for message in run_lookups.messages)),
-        attention=tuple(dict.fromkeys(rows for run_lookups in lookups for rows in run_lookups.attention)),
-        elementwise=tuple(dict.fromkeys(tensor for run_lookups in lookups for tensor in run_lookups.elementwise)),
+        products=tuple(
+            dict.fromkeys(shape for run_lookups in lookups for shape in run_lookups.products)
+        ),
+        messages=tuple(
+            dict.fromkeys(message for run_lookups in lookups for message in run_lookups.messages)
+        ),
+        attention=tuple(
+            dict.fromkeys(rows for run_lookups in lookups for rows in run_lookups.attention)
+        ),
+        elementwise=tuple(
+            dict.fromkeys(tensor for run_lookups in lookups for tensor in run_lookups.elementwise)
+        ),
     )
 
 
@@ -213,7 +251,9 @@ def _asked(shape: ModelShape, candidate: Candidate, kind: str) -> _Questions | N
     cluster = resized(parse_cluster(f"{layout.world_size}x{name}"), layout.world_size)
     accelerator = cluster.accelerator
     recorder = _Curious("", None, "", accelerator.memory_bytes, accelerator.memory_bytes_per_second)
-    predict(shape, candidate, replace(cluster, profile=recorder), load_efficiencies().of(accelerator))
+    predict(
+        shape, candidate, replace(cluster, profile=recorder), load_efficiencies().of(accelerator)
+    )
     tokens = candidate.micro_batch_size * candidate.sequence_length // layout.cp
     return _Questions(
         _few_products(recorder.products, kind),
@@ -223,7 +263,9 @@ def _asked(shape: ModelShape, candidate: Candidate, kind: str) -> _Questions | N
     )
 
 
-def _attention_of(shape: ModelShape, asked: dict[tuple[str, int], None], tokens: int, tp: int, kind: str) -> list[Rows]:
+def _attention_of(
+    shape: ModelShape, asked: dict[tuple[str, int], None], tokens: int, tp: int, kind: str
+) -> list[Rows]:
     """List attention with the model's heads at the recorded and the default row lengths.
 
     Each has as many rows as fit into a micro-batch's tokens.
@@ -283,7 +325,9 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
         InputError: nothing was measured, because the examination stopped before.
     """
     rates = diagnosis.rates
-    memory = [rate["bytes_per_second"] for rate in rates.get("copies", ()) if rate["kind"] == "memory"]
+    memory = [
+        rate["bytes_per_second"] for rate in rates.get("copies", ()) if rate["kind"] == "memory"
+    ]
     if not memory or not diagnosis.memory_bytes:
         raise InputError(
             "there is no profile to write: the examination stopped early",
@@ -292,7 +336,9 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
         )
     products: dict[Shape, list[float]] = {}
     for rate in rates["products"]:
-        products.setdefault((rate["precision"], rate["m"], rate["n"], rate["k"]), []).append(rate["flops_per_second"])
+        products.setdefault((rate["precision"], rate["m"], rate["n"], rate["k"]), []).append(
+            rate["flops_per_second"]
+        )
     attention: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     for rate in rates.get("attention", ()):
         rate_pair = (rate["forward_flops_per_second"], rate["backward_flops_per_second"])
@@ -314,10 +360,22 @@ def profile_of(diagnosis: Diagnosis, order: Order) -> MeasuredProfile:
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         memory_bytes=diagnosis.memory_bytes,
         memory_bytes_per_second=median(memory),
-        matmuls=tuple(MatmulRate(*shape, median(shape_rates)) for shape, shape_rates in products.items()),
+        matmuls=tuple(
+            MatmulRate(*shape, median(shape_rates)) for shape, shape_rates in products.items()
+        ),
         collectives=tuple(CollectiveRate(*key, seconds) for key, seconds in collectives.items()),
-        attention=tuple(AttentionRate(*key, *map(median, zip(*pairs, strict=True))) for key, pairs in attention.items()),
-        elementwise=tuple(ElementwiseRate(*key, *map(median, zip(*pairs, strict=True))) for key, pairs in elementwise.items()),
+        attention=tuple(
+            AttentionRate(*key, *map(median, zip(*pairs, strict=True)))
+            for key, pairs in attention.items()
+        ),
+        elementwise=tuple(
+            ElementwiseRate(*key, *map(median, zip(*pairs, strict=True)))
+            for key, pairs in elementwise.items()
+        ),
         handoff_seconds=median(handoffs) if handoffs else None,
-        software={"shardwright": __version__, "torch": torch.__version__, "layout": str(order.layout)},
+        software={
+            "shardwright": __version__,
+            "torch": torch.__version__,
+            "layout": str(order.layout),
+        },
     )

@@ -113,9 +113,13 @@ class Case:
 
     @cached_property
     def step_seconds(self) -> tuple[float, str] | None:
-        """Seconds of one optimizer step, and their source: `measured` in the run or `predicted`."""
+        """Seconds of an optimizer step, and their source: `measured` or `predicted`."""
         with suppress(ShardwrightError):
-            steps = [event.step_seconds for event in read_events(self.folder.path) if isinstance(event, Step)]
+            steps = [
+                event.step_seconds
+                for event in read_events(self.folder.path)
+                if isinstance(event, Step)
+            ]
             if steps:
                 return median(steps[-_STEPS_COUNTED:]), "measured"
         with suppress(InputError):
@@ -127,7 +131,9 @@ class Case:
     def checkpoint_bytes(self) -> float:
         """Bytes of one checkpoint: master weights and optimizer states of all parameters."""
         candidate = template_of(self.given)
-        return self.shape.num_parameters * (candidate.master_bytes + STATE_BYTES[candidate.optimizer])
+        return self.shape.num_parameters * (
+            candidate.master_bytes + STATE_BYTES[candidate.optimizer]
+        )
 
     @cached_property
     def checked(self) -> Checked | None:
@@ -166,13 +172,18 @@ def check_recipe(recipe: Recipe, world_size: int, path: str) -> tuple[Finding, .
         try:
             findings += list(run_check(case))
         except InputError as error:
-            if any(known.value == error.problem or known.value.startswith(str(error.field)) for known in findings):
+            if any(
+                known.value == error.problem or known.value.startswith(str(error.field))
+                for known in findings
+            ):
                 continue  # the first of several checks with this error reports it
             field = f"{error.field}: " if error.field else ""
             got = f" (got {error.got})" if error.got is not None else ""
             allowed = f"; allowed: {error.allowed}" if error.allowed else ""
             remedy = error.remedy or f"Fix {error.field or 'the recipe'} in {path}"
-            findings.append(Finding(section, name, "fail", f"{field}{error.problem}{got}{allowed}", remedy))
+            findings.append(
+                Finding(section, name, "fail", f"{field}{error.problem}{got}{allowed}", remedy)
+            )
     return tuple(findings)
 
 
@@ -226,7 +237,12 @@ def _check_data(case: Case) -> Iterator[Finding]:
         return
     data = checked.data
     batch = checked.plan.batch
-    yield Finding("data", "data cache", "pass", f"{len(data.train):,} samples of {batch.sequence_length:,} tokens are ready")
+    yield Finding(
+        "data",
+        "data cache",
+        "pass",
+        f"{len(data.train):,} samples of {batch.sequence_length:,} tokens are ready",
+    )
     if data.report.tokenizer_kind == "none":
         vocabulary = f"no tokenizer; token ids fit a vocabulary of {checked.shape.vocab_size:,}"
     else:
@@ -236,10 +252,17 @@ def _check_data(case: Case) -> Iterator[Finding]:
     yield Finding("data", "tokenizer and template", "pass", vocabulary + template)
     num_needed = checked.total_steps * batch.global_batch_size
     epochs = num_needed / len(data.train)
-    value = f"{checked.total_steps:,} steps x {batch.global_batch_size:,} sequences see each sample {epochs:.3g} times"
+    value = (
+        f"{checked.total_steps:,} steps x {batch.global_batch_size:,} sequences see each "
+        f"sample {epochs:.3g} times"
+    )
     verdict: Verdict = "pass" if epochs <= _MOST_EPOCHS else "warn"
     enough = max(1, int(_MOST_EPOCHS * len(data.train) / batch.global_batch_size))
-    remedy = "" if verdict == "pass" else f"Add data, or --set training.max_steps={enough} ({_MOST_EPOCHS:g} epochs)"
+    remedy = (
+        ""
+        if verdict == "pass"
+        else f"Add data, or --set training.max_steps={enough} ({_MOST_EPOCHS:g} epochs)"
+    )
     yield Finding("data", "enough samples", verdict, value, remedy, {"epochs": epochs})
 
 
@@ -316,8 +339,19 @@ def _check_checkpoints(case: Case) -> Iterator[Finding]:
     remedy = "Free space, or --set checkpoint.dir=FOLDER on another disk"
     if keep_last:
         remedy += f", or --set checkpoint.keep_last={keep_last}"
-    numbers = {"free_bytes": free, "needed_bytes": num_kept * checkpoint_bytes, "bytes_per_second": result.bytes_per_second}
-    yield Finding("checkpoints", "checkpoint folder", verdict, value, "" if verdict == "pass" else remedy, numbers)
+    numbers = {
+        "free_bytes": free,
+        "needed_bytes": num_kept * checkpoint_bytes,
+        "bytes_per_second": result.bytes_per_second,
+    }
+    yield Finding(
+        "checkpoints",
+        "checkpoint folder",
+        verdict,
+        value,
+        "" if verdict == "pass" else remedy,
+        numbers,
+    )
     if section.keep_every is not None and case.given.training.max_steps is not None:
         count = case.given.training.max_steps // section.keep_every
         if free < (num_kept + count) * checkpoint_bytes:
@@ -351,11 +385,14 @@ def _check_interval(case: Case) -> Iterator[Finding]:
     frequency = f"every {every:,} steps" if every is not None else "at the end only"
     value = (
         f"{frequency}: {format_seconds(interval)} of work at risk "
-        f"({source}: {format_seconds(step)} per step); {case.world_size} devices fail about once "
+        f"({source}: {format_seconds(step)} per step); {case.world_size} devices fail about "
+        "once "
         f"in {format_seconds(failure_interval)}, so {lost_time:.2%} of the time is lost"
     )
     value += f", {format_seconds(lost_time * total)} of the run" if total else ""
-    is_enough = lost_time <= max(_MOST_LOST, 1.5 * best_lost) or lost_time * total < _NEGLIGIBLE_SECONDS
+    is_enough = (
+        lost_time <= max(_MOST_LOST, 1.5 * best_lost) or lost_time * total < _NEGLIGIBLE_SECONDS
+    )
     numbers = {
         "lost_share": lost_time,
         "best_every_steps": best_steps,
@@ -373,21 +410,36 @@ def _check_recovery(case: Case) -> Iterator[Finding]:
     failure_interval = seconds_between_failures(case.world_size)
     step_time = case.step_seconds
     steps = case.given.training.max_steps
-    expected = None if step_time is None or steps is None else step_time[0] * steps / failure_interval
+    expected = (
+        None if step_time is None or steps is None else step_time[0] * steps / failure_interval
+    )
     expected_text = "an unknown number of" if expected is None else f"{expected:.2g}"
     value = f"at most {restarts} restarts; {expected_text} failures expected in the run"
     if restarts or (expected is not None and expected < 0.01):
-        yield Finding("recovery", "restarts", "pass", value, numbers={"expected_failures": expected})
+        yield Finding(
+            "recovery", "restarts", "pass", value, numbers={"expected_failures": expected}
+        )
     else:
         remedy = (
-            f"--set elastic.max_restarts={max(3, round(3 * (expected or 1.0)))}, or let the scheduler restart the run (--requeue)"
+            f"--set elastic.max_restarts={max(3, round(3 * (expected or 1.0)))}, or let the "
+            "scheduler restart the run (--requeue)"
         )
-        yield Finding("recovery", "restarts", "warn", value, remedy, {"expected_failures": expected})
+        yield Finding(
+            "recovery", "restarts", "warn", value, remedy, {"expected_failures": expected}
+        )
     layout = case.plan.layout
-    has_copies = layout.dp_replicate > 1 or layout.tp > 1 or (layout.zero_stage < 3 and layout.dp_shard > 1)
+    has_copies = (
+        layout.dp_replicate > 1 or layout.tp > 1 or (layout.zero_stage < 3 and layout.dp_shard > 1)
+    )
     if has_copies and case.world_size >= 8 and case.given.run.replica_check_every_steps is None:
         value = "replicated weights are never compared: bit flips stay undetected"
-        yield Finding("recovery", "replicas compared", "warn", value, "--set run.replica_check_every_steps=500")
+        yield Finding(
+            "recovery",
+            "replicas compared",
+            "warn",
+            value,
+            "--set run.replica_check_every_steps=500",
+        )
 
 
 def _check_timeouts(case: Case) -> Iterator[Finding]:
@@ -397,15 +449,25 @@ def _check_timeouts(case: Case) -> Iterator[Finding]:
     value = f"{format_seconds(limit)} for a collective, {format_seconds(save_limit)} for a save"
     if step_time is not None and limit < 5 * step_time[0]:
         remedy = f"--set run.timeout_seconds={round(20 * step_time[0])}"
-        yield Finding("recovery", "time-outs", "fail", f"{value}; but a step takes {format_seconds(step_time[0])}", remedy)
+        yield Finding(
+            "recovery",
+            "time-outs",
+            "fail",
+            f"{value}; but a step takes {format_seconds(step_time[0])}",
+            remedy,
+        )
     elif limit > 3600:
         remedy = "--set run.timeout_seconds=600"
-        yield Finding("recovery", "time-outs", "warn", f"{value}; a hang blocks all devices that long", remedy)
+        yield Finding(
+            "recovery", "time-outs", "warn", f"{value}; a hang blocks all devices that long", remedy
+        )
     else:
         yield Finding("recovery", "time-outs", "pass", value)
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         value = "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 lets a hang last forever"
-        yield Finding("recovery", "NCCL's watchdog", "fail", value, "unset TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        yield Finding(
+            "recovery", "NCCL's watchdog", "fail", value, "unset TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        )
 
 
 def _check_resume(case: Case) -> Iterator[Finding]:
@@ -416,7 +478,10 @@ def _check_resume(case: Case) -> Iterator[Finding]:
             yield Finding("recovery", "resume", "pass", value)
             return
         value = f"{folder.path} contains a run without a checkpoint"
-        remedy = f"shardwright train {case.path} --resume starts it again; --run-dir FOLDER chooses another folder"
+        remedy = (
+            f"shardwright train {case.path} --resume starts it again; --run-dir FOLDER chooses "
+            "another folder"
+        )
         yield Finding("recovery", "resume", "warn", value, remedy)
         return
     if case.checked is None:
@@ -433,5 +498,8 @@ def _check_seed(case: Case) -> Iterator[Finding]:
     if "seed" in case.given.model_fields_set:
         yield Finding("recovery", "seed", "pass", f"{case.given.seed}")
         return
-    value = f"{case.given.seed}, the default: all recipes without a seed have the same sample order and initial weights"
+    value = (
+        f"{case.given.seed}, the default: all recipes without a seed have the same sample "
+        "order and initial weights"
+    )
     yield Finding("recovery", "seed", "warn", value, "--set seed=1, or set it in the recipe")

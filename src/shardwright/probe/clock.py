@@ -35,7 +35,9 @@ class Offset:
     error_seconds: float
 
 
-def estimate_offset(store: dist.Store, rank: int, world_size: int, *, clock: Callable[[], float] = time.time) -> Offset | None:
+def estimate_offset(
+    store: dist.Store, rank: int, world_size: int, *, clock: Callable[[], float] = time.time
+) -> Offset | None:
     """Ask rank 0 for the time in several rounds and use the one with the shortest round trip.
 
     Return None on rank 0, which answers in order of rank, and on ranks that it has no time for.
@@ -68,7 +70,10 @@ def judge_clocks(offsets: Mapping[int, Offset], hosts: Mapping[int, str]) -> lis
     """Judge offsets by rank, less the errors of their estimates; `hosts` has every rank."""
     if not offsets:
         return []
-    certain = {rank: max(0.0, abs(offset.seconds) - offset.error_seconds) for rank, offset in offsets.items()}
+    certain = {
+        rank: max(0.0, abs(offset.seconds) - offset.error_seconds)
+        for rank, offset in offsets.items()
+    }
     large = {rank: seconds for rank, seconds in certain.items() if seconds > _WARN_SECONDS}
     numbers = {"offset_seconds": {rank: offset.seconds for rank, offset in offsets.items()}}
     if not large:
@@ -76,7 +81,10 @@ def judge_clocks(offsets: Mapping[int, Offset], hosts: Mapping[int, str]) -> lis
         error = max(offset.error_seconds for offset in offsets.values())
         value = f"within {format_seconds(max(certain[rank], error))} of rank 0's"
         if len(offsets) < len(hosts) - 1:
-            value += f" on {len(offsets)} of {len(hosts) - 1} ranks, all that answered within {_LONGEST_SECONDS:g} s"
+            value += (
+                f" on {len(offsets)} of {len(hosts) - 1} ranks, all that answered within "
+                f"{_LONGEST_SECONDS:g} s"
+            )
         return [Finding(SECTION, "clocks", "pass", value, numbers=numbers)]
     rank = max(large, key=lambda number: large[number])
     direction = "ahead of" if offsets[rank].seconds > 0 else "behind"

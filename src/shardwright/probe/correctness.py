@@ -66,7 +66,11 @@ def pattern(member: int, length: int, dtype: torch.dtype, num_members: int) -> T
 
 
 def check_collectives(
-    axis: str, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, dtype: torch.dtype
+    axis: str,
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Checked:
     """Check every collective over one group in one dtype; `ranks` are its members in order."""
     rank = dist.get_rank()
@@ -96,7 +100,9 @@ def _compare(got: Tensor, wanted: Tensor) -> str:
     )
 
 
-_Run = Callable[[list[Tensor], int, Sequence[int], dist.ProcessGroup, torch.device], tuple[Tensor, Tensor]]
+_Run = Callable[
+    [list[Tensor], int, Sequence[int], dist.ProcessGroup, torch.device], tuple[Tensor, Tensor]
+]
 
 
 def _sum(given: list[Tensor]) -> Tensor:
@@ -105,7 +111,11 @@ def _sum(given: list[Tensor]) -> Tensor:
 
 
 def _all_reduce(
-    given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    given: list[Tensor],
+    me: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     tensor = given[me].to(device, copy=True)
     dist.all_reduce(tensor, group=group)
@@ -113,7 +123,11 @@ def _all_reduce(
 
 
 def _all_gather(
-    given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    given: list[Tensor],
+    me: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     whole = torch.empty(given[0].numel() * len(given), dtype=given[0].dtype, device=device)
     all_gather_single(whole, given[me].to(device), group=group)
@@ -121,7 +135,11 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    given: list[Tensor],
+    me: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     length = given[0].numel() // len(given)
     part = torch.empty(length, dtype=given[0].dtype, device=device)
@@ -130,21 +148,48 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    given: list[Tensor],
+    me: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Exchange parts of uneven length, as expert parallelism does."""
     length = given[0].numel() // len(given)
-    send_sizes = [[length - (sender + receiver) % 3 for receiver in range(len(given))] for sender in range(len(given))]
+    send_sizes = [
+        [length - (sender + receiver) % 3 for receiver in range(len(given))]
+        for sender in range(len(given))
+    ]
     starts = [receiver * length for receiver in range(len(given))]
-    tensor = torch.cat([given[me][start : start + size] for start, size in zip(starts, send_sizes[me], strict=True)]).to(device)
+    tensor = torch.cat(
+        [
+            given[me][start : start + size]
+            for start, size in zip(starts, send_sizes[me], strict=True)
+        ]
+    ).to(device)
     receive_sizes = [send_sizes[sender][me] for sender in range(len(given))]
     received = torch.empty(sum(receive_sizes), dtype=tensor.dtype, device=device)
-    dist.all_to_all_single(received, tensor, output_split_sizes=receive_sizes, input_split_sizes=send_sizes[me], group=group)
-    return received, torch.cat([one[starts[me] : starts[me] + size] for one, size in zip(given, receive_sizes, strict=True)])
+    dist.all_to_all_single(
+        received,
+        tensor,
+        output_split_sizes=receive_sizes,
+        input_split_sizes=send_sizes[me],
+        group=group,
+    )
+    return received, torch.cat(
+        [
+            one[starts[me] : starts[me] + size]
+            for one, size in zip(given, receive_sizes, strict=True)
+        ]
+    )
 
 
 def _broadcast(
-    given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    given: list[Tensor],
+    me: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     last = len(given) - 1
     tensor = given[me].to(device, copy=True)
@@ -153,14 +198,21 @@ def _broadcast(
 
 
 def _send(
-    given: list[Tensor], me: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    given: list[Tensor],
+    me: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Send to the next member and receive from the previous one."""
     previous = (me - 1) % len(given)
     following = (me + 1) % len(given)
     received = torch.empty_like(given[previous], device=device)
     tensor = given[me].to(device)
-    operations = [dist.P2POp(dist.isend, tensor, ranks[following], group), dist.P2POp(dist.irecv, received, ranks[previous], group)]
+    operations = [
+        dist.P2POp(dist.isend, tensor, ranks[following], group),
+        dist.P2POp(dist.irecv, received, ranks[previous], group),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return received, given[previous]
@@ -185,16 +237,22 @@ def judge_correctness(checked: Mapping[int, Sequence[Checked]]) -> list[Finding]
     if not wrong:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         value = f"{total} results of {len(_RUNS)} collectives in {dtypes} are exact"
-        return [Finding(SECTION, "collectives' results", "pass", value, numbers={"num_checked": total})]
+        return [
+            Finding(SECTION, "collectives' results", "pass", value, numbers={"num_checked": total})
+        ]
     findings = []
     for kind, axis in dict.fromkeys((one.kind, one.axis) for one in wrong):
         failures = [one for one in wrong if (one.kind, one.axis) == (kind, axis)]
         dtypes = ", ".join(dict.fromkeys(one.dtype for one in failures))
         first = failures[0]
         value = (
-            f"wrong on {name_ranks(one.rank for one in failures)} in {dtypes} (rank {first.rank}, {first.dtype}: {first.problem})"
+            f"wrong on {name_ranks(one.rank for one in failures)} in {dtypes} (rank "
+            f"{first.rank}, {first.dtype}: {first.problem})"
         )
-        remedy = "Do not train on these ranks: exclude the faulty node, compare NCCL and driver versions, try NCCL_ALGO=Ring"
+        remedy = (
+            "Do not train on these ranks: exclude the faulty node, compare NCCL and driver "
+            "versions, try NCCL_ALGO=Ring"
+        )
         numbers = {"ranks": sorted({one.rank for one in failures})}
         findings.append(Finding(SECTION, f"{kind} over {axis}", "fail", value, remedy, numbers))
     return findings

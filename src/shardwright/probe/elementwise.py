@@ -1,6 +1,6 @@
 """Rates of element-wise operations and the cost of a synchronisation, which no data sheet has.
 
-Legend: N tokens, D width of the tensors; x is the residual stream, g and u the two halves of a gate.
+Legend: N tokens, D width of the tensors; x is the residual stream, g and u the halves of a gate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.probe.matmul import DTYPES, best_seconds
 
 _FORWARD_WIDTHS = 3 + 2 + 5
 _BACKWARD_WIDTHS = 2 + 4 + 11
-"""Tensors read and written by a residual sum, a norm and a gate, as `planner.compute` counts them."""
+"""Tensors read and written by a residual sum, a norm and a gate, as in `planner.compute`."""
 TRIAL_ELEMENTS = 2**18
 """Elements of the tensor that is measured first."""
 _ROUNDS = 100
@@ -31,10 +31,14 @@ _WORK_SECONDS = 5e-3
 """Computation between two collectives: about one layer of a small model."""
 
 
-def time_elementwise(precision: str, tokens: int, width: int, device: torch.device, *, seconds: float = 0.2) -> ElementwiseRate:
+def time_elementwise(
+    precision: str, tokens: int, width: int, device: torch.device, *, seconds: float = 0.2
+) -> ElementwiseRate:
     """Measure bytes/s of the decoder's sum, norm and gate on `[tokens, width]`, both passes."""
     dtype = DTYPES[precision]
-    x_ND, update_ND, g_ND, u_ND = (torch.randn(tokens, width, device=device).to(dtype) for _ in range(4))
+    x_ND, update_ND, g_ND, u_ND = (
+        torch.randn(tokens, width, device=device).to(dtype) for _ in range(4)
+    )
     leaves = [tensor.requires_grad_() for tensor in (x_ND, update_ND, g_ND, u_ND)]
     norm = RMSNorm(width, 1e-5).to(device)
     torch.nn.init.ones_(norm.weight)
@@ -46,9 +50,19 @@ def time_elementwise(precision: str, tokens: int, width: int, device: torch.devi
     outputs = run()
     gradients = tuple(torch.randn_like(output) for output in outputs)
     inputs = (*leaves, norm.weight)
-    backward = best_seconds(lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True), device, seconds=seconds / 2)
+    backward = best_seconds(
+        lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True),
+        device,
+        seconds=seconds / 2,
+    )
     num_bytes = tokens * width * x_ND.element_size()
-    return ElementwiseRate(precision, tokens, width, _FORWARD_WIDTHS * num_bytes / forward, _BACKWARD_WIDTHS * num_bytes / backward)
+    return ElementwiseRate(
+        precision,
+        tokens,
+        width,
+        _FORWARD_WIDTHS * num_bytes / forward,
+        _BACKWARD_WIDTHS * num_bytes / backward,
+    )
 
 
 def call_seconds(rate: ElementwiseRate) -> float:
@@ -69,7 +83,9 @@ def time_handoff(device: torch.device) -> float:
     a = torch.randn(side, side, device=device)
     b = torch.randn(side, side, device=device)
     message = torch.ones(_MESSAGE_ELEMENTS, device=device)
-    times = torch.tensor(_WORK_SECONDS / best_seconds(lambda: a @ b, device, seconds=0.05), device=device)
+    times = torch.tensor(
+        _WORK_SECONDS / best_seconds(lambda: a @ b, device, seconds=0.05), device=device
+    )
     dist.all_reduce(times)  # all ranks do the same amount of work
     products = max(1, round(float(times) / dist.get_world_size()))
 
@@ -88,7 +104,9 @@ def time_handoff(device: torch.device) -> float:
     trial = torch.tensor(min(_each_round(both, device, _FEWEST_ROUNDS)), device=device)
     dist.all_reduce(trial, op=dist.ReduceOp.MAX)
     rounds = int(min(_ROUNDS, max(_FEWEST_ROUNDS, _HANDOFF_SECONDS / (2 * float(trial)))))
-    work_seconds, collective_seconds, both_seconds = (_each_round(call, device, rounds) for call in (work, synchronise, both))
+    work_seconds, collective_seconds, both_seconds = (
+        _each_round(call, device, rounds) for call in (work, synchronise, both)
+    )
     return max(0.0, mean(both_seconds) - mean(work_seconds) - min(collective_seconds))
 
 

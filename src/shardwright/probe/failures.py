@@ -24,7 +24,8 @@ def best_save_interval(save_seconds: float, between_failures_seconds: float) -> 
     """Compute the seconds between saves that minimise the time for saves and repeated work.
 
     The square root of 2 x seconds of a save x mean seconds between failures.
-    Source: Young 1974, A first order approximation to the optimum checkpoint interval, CACM 17(9).
+    Source: Young 1974, A first order approximation to the optimum checkpoint interval,
+    CACM 17(9).
 
     >>> best_save_interval(2.0, 10_000.0)
     200.0
@@ -32,10 +33,18 @@ def best_save_interval(save_seconds: float, between_failures_seconds: float) -> 
     return math.sqrt(2.0 * save_seconds * between_failures_seconds)
 
 
-def lost_share(interval_seconds: float, save_seconds: float, restart_seconds: float, between_failures_seconds: float) -> float:
+def lost_share(
+    interval_seconds: float,
+    save_seconds: float,
+    restart_seconds: float,
+    between_failures_seconds: float,
+) -> float:
     """Estimate the share of time lost to saves, restarts and half an interval per failure.
 
     >>> round(lost_share(200.0, 2.0, 0.0, 10_000.0), 3)
     0.02
     """
-    return save_seconds / interval_seconds + (interval_seconds / 2 + restart_seconds) / between_failures_seconds
+    return (
+        save_seconds / interval_seconds
+        + (interval_seconds / 2 + restart_seconds) / between_failures_seconds
+    )

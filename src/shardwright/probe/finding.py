@@ -26,7 +26,9 @@ class Finding:
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        assert self.verdict == "pass" or self.remedy, f"{self.section}, {self.name}: {self.verdict} without a remedy"
+        assert self.verdict == "pass" or self.remedy, (
+            f"{self.section}, {self.name}: {self.verdict} without a remedy"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as JSON values."""
@@ -45,8 +47,8 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 def graded(share: float, *, warn: float, fail: float) -> Verdict:
     """Grade a share of the expected value; smaller is worse.
 
-    >>> graded(0.95, warn=0.9, fail=0.7), graded(0.8, warn=0.9, fail=0.7), graded(0.2, warn=0.9, fail=0.7)
-    ('pass', 'warn', 'fail')
+    >>> [graded(share, warn=0.9, fail=0.7) for share in (0.95, 0.8, 0.2)]
+    ['pass', 'warn', 'fail']
     """
     return "fail" if share < fail else "warn" if share < warn else "pass"
 

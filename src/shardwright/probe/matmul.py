@@ -80,7 +80,9 @@ class Rows:
     @property
     def flops(self) -> float:
         """FLOPs of a forward pass."""
-        return attention_flops(self.num_rows * self.row_tokens, self.row_tokens, 2 * self.num_heads * self.head_dim)
+        return attention_flops(
+            self.num_rows * self.row_tokens, self.row_tokens, 2 * self.num_heads * self.head_dim
+        )
 
 
 def precisions_of(device: torch.device) -> tuple[str, ...]:
@@ -137,12 +139,18 @@ def reduce_rows(rows: Rows, most_flops: float) -> Rows:
     """
     num_rows = max(1, min(rows.num_rows, int(most_flops / replace(rows, num_rows=1).flops)))
     reduced = replace(rows, num_rows=num_rows)
-    while reduced.flops > most_flops and reduced.num_kv_heads % 2 == 0 and reduced.num_heads % 2 == 0:
-        reduced = replace(reduced, num_heads=reduced.num_heads // 2, num_kv_heads=reduced.num_kv_heads // 2)
+    while (
+        reduced.flops > most_flops and reduced.num_kv_heads % 2 == 0 and reduced.num_heads % 2 == 0
+    ):
+        reduced = replace(
+            reduced, num_heads=reduced.num_heads // 2, num_kv_heads=reduced.num_kv_heads // 2
+        )
     return reduced
 
 
-def time_product(precision: str, m: int, n: int, k: int, device: torch.device, *, seconds: float = 0.2) -> MatmulRate:
+def time_product(
+    precision: str, m: int, n: int, k: int, device: torch.device, *, seconds: float = 0.2
+) -> MatmulRate:
     """Measure the best rate of [m, k] x [k, n] in 3 or 5 rounds of `seconds` / 5 each."""
     dtype = DTYPES[precision]
     a_MK = torch.randn(m, k, device=device).to(dtype)
@@ -153,21 +161,30 @@ def time_product(precision: str, m: int, n: int, k: int, device: torch.device, *
     return MatmulRate(precision, m, n, k, 2.0 * m * n * k / best)
 
 
-def time_attention(rows: Rows, device: torch.device, *, seconds: float = 0.2) -> AttentionRate | None:
+def time_attention(
+    rows: Rows, device: torch.device, *, seconds: float = 0.2
+) -> AttentionRate | None:
     """Measure the best rates of causal attention in both passes; None if out of memory."""
     shape = (rows.num_rows, rows.row_tokens)
 
     def draw_heads(num_heads: int) -> torch.Tensor:
         # The heads of a token are adjacent in memory, as after a projection.
-        x_BTHE = torch.randn(*shape, num_heads, rows.head_dim, device=device).to(DTYPES[rows.precision])
+        x_BTHE = torch.randn(*shape, num_heads, rows.head_dim, device=device).to(
+            DTYPES[rows.precision]
+        )
         return x_BTHE.transpose(1, 2)
 
     gradient_BHTE = draw_heads(rows.num_heads)
-    q_BHTE, k_BJTE, v_BJTE = (draw_heads(num).requires_grad_() for num in (rows.num_heads, rows.num_kv_heads, rows.num_kv_heads))
+    q_BHTE, k_BJTE, v_BJTE = (
+        draw_heads(num).requires_grad_()
+        for num in (rows.num_heads, rows.num_kv_heads, rows.num_kv_heads)
+    )
     grouped = rows.num_heads != rows.num_kv_heads
 
     def attend() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q_BHTE, k_BJTE, v_BJTE, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q_BHTE, k_BJTE, v_BJTE, is_causal=True, enable_gqa=grouped
+        )
 
     try:
         with _products_in(rows.precision):
@@ -175,11 +192,19 @@ def time_attention(rows: Rows, device: torch.device, *, seconds: float = 0.2) ->
             out_BHTE = attend()
             inputs = (q_BHTE, k_BJTE, v_BJTE)
             backward = best_seconds(
-                lambda: torch.autograd.grad(out_BHTE, inputs, gradient_BHTE, retain_graph=True), device, seconds=seconds
+                lambda: torch.autograd.grad(out_BHTE, inputs, gradient_BHTE, retain_graph=True),
+                device,
+                seconds=seconds,
             )
     except torch.OutOfMemoryError:  # no plan can use rows that do not fit
         return None
-    return AttentionRate(rows.precision, rows.row_tokens, rows.head_dim, rows.flops / forward, 2.5 * rows.flops / backward)
+    return AttentionRate(
+        rows.precision,
+        rows.row_tokens,
+        rows.head_dim,
+        rows.flops / forward,
+        2.5 * rows.flops / backward,
+    )
 
 
 @contextmanager
@@ -246,16 +271,22 @@ def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]
     return rates
 
 
-def judge_products(rates: Mapping[int, Sequence[MatmulRate]], device_kind: str, names: Mapping[int, str]) -> list[Finding]:
-    """Judge square products by rank, each precision at the largest size that all ranks measured.
+def judge_products(
+    rates: Mapping[int, Sequence[MatmulRate]], device_kind: str, names: Mapping[int, str]
+) -> list[Finding]:
+    """Judge square products by rank, each precision at the largest size common to all ranks.
 
     They are compared with the data sheet if the device is known, with fp32 if they are 16-bit,
     and between ranks.
     """
     findings = []
-    for precision in dict.fromkeys(rate.precision for rank_rates in rates.values() for rate in rank_rates):
+    for precision in dict.fromkeys(
+        rate.precision for rank_rates in rates.values() for rate in rank_rates
+    ):
         by_side = {
-            rank: {rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == precision}
+            rank: {
+                rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == precision
+            }
             for rank, rank_rates in rates.items()
             if any(rate.precision == precision for rate in rank_rates)
         }
@@ -274,25 +305,45 @@ def judge_products(rates: Mapping[int, Sequence[MatmulRate]], device_kind: str, 
             value += f", {fastest / peak:.0%} of the data sheet's {format_flops_per_second(peak)}"
             verdict = graded(fastest / peak, warn=_SHARE_WARN, fail=_SHARE_FAIL)
             if verdict != "pass":
-                remedies.append("Check clocks, power limit and other processes: nvidia-smi -q -d CLOCK,POWER,PERFORMANCE")
-        numbers: dict[str, Any] = {"flops_per_second": by_rank, "peak_flops_per_second": peak, "side": side}
+                remedies.append(
+                    "Check clocks, power limit and other processes: nvidia-smi -q -d "
+                    "CLOCK,POWER,PERFORMANCE"
+                )
+        numbers: dict[str, Any] = {
+            "flops_per_second": by_rank,
+            "peak_flops_per_second": peak,
+            "side": side,
+        }
         slower = _times_slower_than_fp32(rates, precision)
         if slower:
             numbers["times_slower_than_fp32"] = slower
         emulating_ranks = {rank: times for rank, times in slower.items() if times > _EMULATED}
         if emulating_ranks:
-            where = "here" if len(emulating_ranks) == len(slower) else f"on {name_ranks(emulating_ranks)}"
+            where = (
+                "here"
+                if len(emulating_ranks) == len(slower)
+                else f"on {name_ranks(emulating_ranks)}"
+            )
             times = median(emulating_ranks.values())
             times_text = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
-            value = f"{precision} is emulated {where}, {times_text} times slower than fp32: use fp32; {value}"
+            value = (
+                f"{precision} is emulated {where}, {times_text} times slower than fp32: use "
+                f"fp32; {value}"
+            )
             verdict = worst([verdict, "warn"])
             remedies.append("Set `precision: fp32` in the recipe, or --set precision=fp32")
-        findings.append(Finding(SECTION, f"products, {precision}", verdict, value, "; ".join(remedies), numbers))
-        findings += judge_ranks(by_rank, device_kind, f"products, {precision}", format_flops_per_second)
+        findings.append(
+            Finding(SECTION, f"products, {precision}", verdict, value, "; ".join(remedies), numbers)
+        )
+        findings += judge_ranks(
+            by_rank, device_kind, f"products, {precision}", format_flops_per_second
+        )
     return findings
 
 
-def _times_slower_than_fp32(rates: Mapping[int, Sequence[MatmulRate]], precision: str) -> dict[int, float]:
+def _times_slower_than_fp32(
+    rates: Mapping[int, Sequence[MatmulRate]], precision: str
+) -> dict[int, float]:
     """Return by rank how many times faster fp32 is, at the largest size measured in both.
 
     Empty for precisions of more than 16 bits.
@@ -302,7 +353,8 @@ def _times_slower_than_fp32(rates: Mapping[int, Sequence[MatmulRate]], precision
         return ratios
     for rank, rank_rates in rates.items():
         fp32_rates, half_rates = (
-            {rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == name} for name in ("fp32", precision)
+            {rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == name}
+            for name in ("fp32", precision)
         )
         common = fp32_rates.keys() & half_rates.keys()
         if common:
@@ -310,35 +362,64 @@ def _times_slower_than_fp32(rates: Mapping[int, Sequence[MatmulRate]], precision
     return ratios
 
 
-def judge_ranks(by_rank: Mapping[int, float], device_kind: str, what: str, show: Callable[[float], str]) -> list[Finding]:
+def judge_ranks(
+    by_rank: Mapping[int, float], device_kind: str, what: str, show: Callable[[float], str]
+) -> list[Finding]:
     """Report each rank that is slower than the others."""
     findings = []
     for slow in find_odd(by_rank, limits_for(device_kind)):
-        value = f"{show(slow.rate)}, {slow.share:.0%} of the other ranks' median {show(slow.others)}"
-        remedy = f"Every step waits for {name_ranks([slow.key])}: check its device and other processes there, or exclude its node"
+        value = (
+            f"{show(slow.rate)}, {slow.share:.0%} of the other ranks' median {show(slow.others)}"
+        )
+        remedy = (
+            f"Every step waits for {name_ranks([slow.key])}: check its device and other "
+            "processes there, or exclude its node"
+        )
         numbers = {"rank": slow.key, "rate": slow.rate, "others": slow.others}
-        findings.append(Finding(SECTION, f"{what}: slow {name_ranks([slow.key])}", slow.verdict, value, remedy, numbers))
+        findings.append(
+            Finding(
+                SECTION,
+                f"{what}: slow {name_ranks([slow.key])}",
+                slow.verdict,
+                value,
+                remedy,
+                numbers,
+            )
+        )
     return findings
 
 
 def judge_copies(
-    rates: Mapping[int, Sequence[CopyRate]], device_kind: str, names: Mapping[int, str], pcie_generation: int | None
+    rates: Mapping[int, Sequence[CopyRate]],
+    device_kind: str,
+    names: Mapping[int, str],
+    pcie_generation: int | None,
 ) -> list[Finding]:
     """Judge copies by rank against the peak of memory or bus, if known, and between ranks."""
     findings = []
     for kind in dict.fromkeys(rate.kind for rank_rates in rates.values() for rate in rank_rates):
-        by_rank = {rank: rate.bytes_per_second for rank, rank_rates in rates.items() for rate in rank_rates if rate.kind == kind}
+        by_rank = {
+            rank: rate.bytes_per_second
+            for rank, rank_rates in rates.items()
+            for rate in rank_rates
+            if rate.kind == kind
+        }
         value = _spread(by_rank)
         verdict = graded(1.0, warn=_COPY_WARN, fail=_COPY_FAIL)
         remedy = ""
         peak = None
         if device_kind == "cuda":
-            peak = _memory_peak(names[min(names)]) if kind == "memory" else _bus_peak(pcie_generation)
+            peak = (
+                _memory_peak(names[min(names)]) if kind == "memory" else _bus_peak(pcie_generation)
+            )
         if peak is not None:
             share = max(by_rank.values()) / peak
             value += f", {share:.0%} of {_gigabytes(peak)}"
             verdict = graded(share, warn=_COPY_WARN, fail=_COPY_FAIL)
-            remedy = "Look for other processes and for a narrow or remote PCIe slot: nvidia-smi topo -m, lspci -vv"
+            remedy = (
+                "Look for other processes and for a narrow or remote PCIe slot: nvidia-smi "
+                "topo -m, lspci -vv"
+            )
         quantity = "memory bandwidth" if kind == "memory" else f"copies {kind}"
         numbers = {"bytes_per_second": dict(by_rank), "peak_bytes_per_second": peak}
         findings.append(Finding(SECTION, quantity, verdict, value, remedy, numbers))

@@ -69,7 +69,9 @@ def time_products(
             yield Omission("products", name, predict_seconds(shape), matmul.name_shape(reduced))
 
 
-def time_attention(ordered: Sequence[matmul.Rows], device: torch.device, limit: TimeLimit) -> Found[AttentionRate]:
+def time_attention(
+    ordered: Sequence[matmul.Rows], device: torch.device, limit: TimeLimit
+) -> Found[AttentionRate]:
     """Yield the rates of attention, reduced to fewer rows if they take too long.
 
     Each rate predicts the time of the next, which has more FLOPs; a small trial the first.
@@ -96,7 +98,9 @@ def time_attention(ordered: Sequence[matmul.Rows], device: torch.device, limit: 
                 rate = measured
 
 
-def time_elementwise(ordered: Sequence[tuple[str, int, int]], device: torch.device, limit: TimeLimit) -> Found[ElementwiseRate]:
+def time_elementwise(
+    ordered: Sequence[tuple[str, int, int]], device: torch.device, limit: TimeLimit
+) -> Found[ElementwiseRate]:
     """Yield the rates of tensors (precision, tokens, width), with fewer tokens if too slow."""
     for precision, tokens, width in ordered:
         num_tokens = min(tokens, max(1, elementwise.TRIAL_ELEMENTS // width))

@@ -35,7 +35,9 @@ def find_disagreement(sequences: Mapping[int, Sequence[Collective]]) -> Disagree
     return _first_mismatched_exchange(sequences) or _first_stuck(sequences)
 
 
-def _first_mismatched_exchange(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
+def _first_mismatched_exchange(
+    sequences: Mapping[int, Sequence[Collective]],
+) -> Disagreement | None:
     """Match sends with receives between every two ranks, in the order of posting."""
     sends: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
     receives: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
@@ -56,7 +58,8 @@ def _first_mismatched_exchange(sequences: Mapping[int, Sequence[Collective]]) ->
             _, receive = pair_receives.popleft()
             if (send.num_bytes, send.dtype) != (receive.num_bytes, receive.dtype):
                 return Disagreement(
-                    f"message {number} from rank {source} to rank {target}: sent {_size(send)}, received as {_size(receive)}",
+                    f"message {number} from rank {source} to rank {target}: sent "
+                    f"{_size(send)}, received as {_size(receive)}",
                     (source, target),
                     place,
                 )
@@ -64,7 +67,8 @@ def _first_mismatched_exchange(sequences: Mapping[int, Sequence[Collective]]) ->
         if pair_sends:
             place, send = pair_sends[0]
             return Disagreement(
-                f"rank {source} sends {_size(send)} to rank {target} (its collective {place}), but rank {target} never receives it",
+                f"rank {source} sends {_size(send)} to rank {target} (its collective {place}), "
+                f"but rank {target} never receives it",
                 (source, target),
                 place,
             )
@@ -94,11 +98,14 @@ def _first_stuck(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement 
             missing = [member for member in call.ranks if member not in sequences]
             if missing:
                 return Disagreement(
-                    f"rank {rank} calls {_words(call)} with rank {missing[0]}, which does not exist",
+                    f"rank {rank} calls {_words(call)} with rank {missing[0]}, which does not "
+                    "exist",
                     (rank,),
                     positions[rank],
                 )
-            late = [member for member in call.ranks if not _waits_at(sequences, positions, member, call)]
+            late = [
+                member for member in call.ranks if not _waits_at(sequences, positions, member, call)
+            ]
             if late:
                 break
             mismatch = _mismatch(sequences, positions, call)
@@ -111,7 +118,12 @@ def _first_stuck(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement 
     return _stuck(sequences, positions)
 
 
-def _waits_at(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], member: int, call: Collective) -> bool:
+def _waits_at(
+    sequences: Mapping[int, Sequence[Collective]],
+    places: dict[int, int],
+    member: int,
+    call: Collective,
+) -> bool:
     """Advance `member` past its sends and receives; return True if it waits for this group."""
     calls = sequences[member]
     while places[member] < len(calls) and calls[places[member]].kind in ("send", "recv"):
@@ -119,7 +131,9 @@ def _waits_at(sequences: Mapping[int, Sequence[Collective]], places: dict[int, i
     return places[member] < len(calls) and calls[places[member]].ranks == call.ranks
 
 
-def _mismatch(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], call: Collective) -> Disagreement | None:
+def _mismatch(
+    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], call: Collective
+) -> Disagreement | None:
     for member in call.ranks:
         other = sequences[member][places[member]]
         is_same = (other.kind, other.dtype) == (call.kind, call.dtype)
@@ -127,7 +141,8 @@ def _mismatch(sequences: Mapping[int, Sequence[Collective]], places: dict[int, i
         if not is_same or (call.kind != "all_to_all" and other.num_bytes != call.num_bytes):
             first = call.ranks[0]
             return Disagreement(
-                f"group {_some(call.ranks)}: rank {first} calls {_words(sequences[first][places[first]])}, "
+                f"group {_some(call.ranks)}: rank {first} calls "
+                f"{_words(sequences[first][places[first]])}, "
                 f"rank {member} calls {_words(other)}",
                 (first, member),
                 places[member],
@@ -135,7 +150,9 @@ def _mismatch(sequences: Mapping[int, Sequence[Collective]], places: dict[int, i
     return None
 
 
-def _stuck(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int]) -> Disagreement | None:
+def _stuck(
+    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int]
+) -> Disagreement | None:
     waiting = [rank for rank in sequences if places[rank] < len(sequences[rank])]
     if not waiting:
         return None
@@ -143,13 +160,18 @@ def _stuck(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int]
     call = sequences[rank][places[rank]]
     missing = [member for member in call.ranks if places[member] >= len(sequences[member])]
     if missing:
-        message = f"rank {rank} waits in its collective {places[rank]}, {_words(call)}, for rank {missing[0]}, which has finished"
+        message = (
+            f"rank {rank} waits in its collective {places[rank]}, {_words(call)}, for rank "
+            f"{missing[0]}, which has finished"
+        )
         return Disagreement(message, (rank, missing[0]), places[rank])
     cycle = _circle(sequences, places, rank)
     return Disagreement(f"deadlock: {cycle}", tuple(waiting), places[rank])
 
 
-def _circle(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], rank: int) -> str:
+def _circle(
+    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], rank: int
+) -> str:
     """Format a cycle of blocked ranks: `rank 0 waits for 1 in ...; rank 1 waits for 0 ...`."""
     parts: list[str] = []
     seen: set[int] = set()
@@ -157,9 +179,14 @@ def _circle(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int
         seen.add(rank)
         call = sequences[rank][places[rank]]
         blocking_rank = next(
-            member for member in call.ranks if member != rank and sequences[member][places[member]].ranks != call.ranks
+            member
+            for member in call.ranks
+            if member != rank and sequences[member][places[member]].ranks != call.ranks
         )
-        parts.append(f"rank {rank} waits for {blocking_rank} in {_words(call)} over ranks {_some(call.ranks)}")
+        parts.append(
+            f"rank {rank} waits for {blocking_rank} in {_words(call)} over ranks "
+            f"{_some(call.ranks)}"
+        )
         rank = blocking_rank
     return "; ".join(parts)
 

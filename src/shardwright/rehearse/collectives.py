@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"]
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+    "barrier",
+]
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -90,7 +99,9 @@ def _gathered_base(args: Sequence[Any]) -> Collective:
 
 def _gathered_list(args: Sequence[Any]) -> Collective:
     ranks = _ranks(args)
-    return _collective("all_gather", ranks, [part for parts in args[0] for part in _tensors(parts)], _others(ranks))
+    return _collective(
+        "all_gather", ranks, [part for parts in args[0] for part in _tensors(parts)], _others(ranks)
+    )
 
 
 def _gathered_functional(args: Sequence[Any]) -> Collective:
@@ -110,7 +121,12 @@ def _scattered_functional(args: Sequence[Any]) -> Collective:
 
 def _scattered_list(args: Sequence[Any]) -> Collective:
     ranks = _ranks(args)
-    return _collective("reduce_scatter", ranks, [part for parts in args[1] for part in _tensors(parts)], _others(ranks))
+    return _collective(
+        "reduce_scatter",
+        ranks,
+        [part for parts in args[1] for part in _tensors(parts)],
+        _others(ranks),
+    )
 
 
 def _exchanged(given: Tensor, splits: Sequence[int], ranks: tuple[int, ...]) -> Collective:
@@ -179,10 +195,16 @@ _READERS: dict[str, Callable[[Sequence[Any]], Collective]] = {
 
 
 def _collective(
-    kind: Kind, ranks: tuple[int, ...], tensors: Sequence[Tensor], sent_share: float, peer: int | None = None
+    kind: Kind,
+    ranks: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    sent_share: float,
+    peer: int | None = None,
 ) -> Collective:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return Collective(kind, ranks, num_bytes, _dtype(tensors[0]) if tensors else "", num_bytes * sent_share, peer)
+    return Collective(
+        kind, ranks, num_bytes, _dtype(tensors[0]) if tensors else "", num_bytes * sent_share, peer
+    )
 
 
 def _others(ranks: tuple[int, ...]) -> float:
@@ -207,10 +229,14 @@ def _ranks(args: Sequence[Any]) -> tuple[int, ...]:
             except RuntimeError:
                 continue  # the reduction operation is a ScriptObject too
             return tuple(dist.get_process_group_ranks(group))
-    return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1])))
+    return tuple(
+        dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))
+    )
 
 
-def bytes_by_axis(collectives: Iterable[Collective], axis_of: Callable[[tuple[int, ...]], str]) -> dict[tuple[str, Kind], float]:
+def bytes_by_axis(
+    collectives: Iterable[Collective], axis_of: Callable[[tuple[int, ...]], str]
+) -> dict[tuple[str, Kind], float]:
     """Sum the bytes that this rank sent, by mesh axis and kind."""
     totals: dict[tuple[str, Kind], float] = {}
     for call in collectives:

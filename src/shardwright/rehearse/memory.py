@@ -83,7 +83,9 @@ class LiveBytes(TorchDispatchMode):
     @contextmanager
     def counting_resizes(self) -> Iterator[None]:
         """Count storages that are freed and allocated again by resizing."""
-        with patch.object(torch.UntypedStorage, "resize_", _resizing(self, torch.UntypedStorage.resize_)):
+        with patch.object(
+            torch.UntypedStorage, "resize_", _resizing(self, torch.UntypedStorage.resize_)
+        ):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +126,9 @@ class LiveBytes(TorchDispatchMode):
         for key, size in live.items():
             bytes_so_far, count = totals.get(self._origins[key], (0, 0))
             totals[self._origins[key]] = (bytes_so_far + size, count + 1)
-        contributions = [Contribution(origin, size, count) for origin, (size, count) in totals.items()]
+        contributions = [
+            Contribution(origin, size, count) for origin, (size, count) in totals.items()
+        ]
         return sorted(contributions, key=lambda contribution: -contribution.num_bytes)
 
     def _see(self, tensor: Tensor, func: Any) -> int:

@@ -65,12 +65,22 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
             reference = _build(recipe, shape, plan, _NoMemory(fake, live), frozen=True)
         objective = _objective(recipe, model, reference)
         with fake, live.counting_resizes(), _Watch(live) as watch:
-            weights_bytes = live.tell((parameter for _, parameter in model.named_parameters()), "weights")
+            weights_bytes = live.tell(
+                (parameter for _, parameter in model.named_parameters()), "weights"
+            )
             if reference is not None:
-                weights_bytes += live.tell((parameter for _, parameter in reference.named_parameters()), "reference")
+                weights_bytes += live.tell(
+                    (parameter for _, parameter in reference.named_parameters()), "reference"
+                )
             live.begin()
             bytes_before = live.live_bytes
-            optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1, cut=model)
+            optimizer = build_optimizer(
+                model.named_parameters(),
+                recipe.optimizer,
+                learning_rate=1e-4,
+                weight_decay=0.1,
+                cut=model,
+            )
             with phase(live, "moments"):
                 create_state(optimizer)
             optimizer_bytes = live.live_bytes - bytes_before
@@ -81,7 +91,12 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
                 del batches  # they are not gradients, which are counted next
             gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
             with phase(live, "update"):
-                update(model, optimizer, learning_rate=1e-4, max_grad_norm=recipe.training.max_grad_norm)
+                update(
+                    model,
+                    optimizer,
+                    learning_rate=1e-4,
+                    max_grad_norm=recipe.training.max_grad_norm,
+                )
     return RankReport(
         rank=rank,
         coordinates=RankGrid(plan.layout).coordinates(rank),
@@ -140,7 +155,12 @@ def _objective(recipe: Recipe, model: ParallelModel, reference: ParallelModel | 
 
 
 def _build(
-    recipe: Recipe, shape: ModelShape, plan: Plan, storage: AbstractContextManager[None] | None, *, frozen: bool = False
+    recipe: Recipe,
+    shape: ModelShape,
+    plan: Plan,
+    storage: AbstractContextManager[None] | None,
+    *,
+    frozen: bool = False,
 ) -> ParallelModel:
     """Build the model as the trainer does: shard it on the meta device, then fill it."""
     precision = dtypes(plan.precision)
@@ -148,7 +168,9 @@ def _build(
         decoder = Decoder(
             shape,
             attention=recipe.model.attention,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
+            loss_function=partial(
+                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+            ),
             compute_dtype=precision.compute,
         )
     if frozen:
@@ -157,7 +179,14 @@ def _build(
     def fill(_name: str, bounds: Bounds) -> Tensor:
         return torch.empty([length for _, length in bounds], dtype=precision.param)
 
-    return apply_layout(decoder, plan, build_mesh(plan.layout, "cpu"), torch.device("cpu"), fill=fill, storage=storage)
+    return apply_layout(
+        decoder,
+        plan,
+        build_mesh(plan.layout, "cpu"),
+        torch.device("cpu"),
+        fill=fill,
+        storage=storage,
+    )
 
 
 def _micro_batches(plan: Plan, *, in_documents: bool = False) -> list[MicroBatch]:

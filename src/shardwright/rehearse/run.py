@@ -44,7 +44,10 @@ class Rehearsal:
         grid = RankGrid(self.plan.layout)
         here = grid.coordinates(report.rank)
         others = [grid.coordinates(rank) for rank in ranks]
-        return " x ".join(axis for axis in AXES if any(other[axis] != here[axis] for other in others)) or "this rank"
+        return (
+            " x ".join(axis for axis in AXES if any(other[axis] != here[axis] for other in others))
+            or "this rank"
+        )
 
     def traffic(self, report: RankReport) -> dict[tuple[str, str], tuple[int, float]]:
         """Compute calls and sent bytes of one step by axes and kind."""
@@ -64,7 +67,10 @@ class Rehearsal:
             "disagreement": None if self.disagreement is None else self.disagreement.told,
             "peak_bytes": self.peak_bytes,
             "assumptions": list(self.assumptions),
-            "roles": [self._role(role, report) for role, report in zip(self.roles, self.reports, strict=True)],
+            "roles": [
+                self._role(role, report)
+                for role, report in zip(self.roles, self.reports, strict=True)
+            ],
         }
 
     def _role(self, role: Role, report: RankReport) -> dict[str, Any]:
@@ -87,7 +93,13 @@ class Rehearsal:
                 for part in report.contributions
             ],
             "collectives": [
-                {"kind": call.kind, "ranks": call.ranks, "num_bytes": call.num_bytes, "dtype": call.dtype, "peer": call.peer}
+                {
+                    "kind": call.kind,
+                    "ranks": call.ranks,
+                    "num_bytes": call.num_bytes,
+                    "dtype": call.dtype,
+                    "peer": call.peer,
+                }
                 for call in report.collectives
             ],
             "seconds": round(report.seconds, 3),
@@ -117,11 +129,16 @@ def rehearse(
     else:
         workers = min(len(roles), os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-            for report in pool.map(rehearse_rank, *zip(*((recipe, shape, plan, role.rank) for role in roles), strict=True)):
+            for report in pool.map(
+                rehearse_rank,
+                *zip(*((recipe, shape, plan, role.rank) for role in roles), strict=True),
+            ):
                 reports.append(report)
                 told(report)
     disagreement = find_disagreement(among({report.rank: report.collectives for report in reports}))
-    return Rehearsal(plan, tuple(roles), tuple(reports), disagreement, tuple(_assumptions(recipe, shape, plan)))
+    return Rehearsal(
+        plan, tuple(roles), tuple(reports), disagreement, tuple(_assumptions(recipe, shape, plan))
+    )
 
 
 def _assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator[str]:
@@ -129,10 +146,14 @@ def _assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator[str]
     if shape.experts is not None:
         over = f" over {plan.layout.ep} ranks" if plan.layout.ep > 1 else ""
         yield (
-            f"tokens are distributed evenly over experts{over}; with uneven loads the fullest rank needs more memory and sends more"
+            f"tokens are distributed evenly over experts{over}; with uneven loads the fullest "
+            "rank needs more memory and sends more"
         )
     if has_documents(recipe):
-        yield ("every row holds two documents of half its length; memory does not depend on the documents' lengths")
+        yield (
+            "every row holds two documents of half its length; memory does not depend on the "
+            "documents' lengths"
+        )
         if shape.num_kv_heads < shape.num_heads:
             yield (
                 "the mask of such rows makes the CUDA kernel repeat keys and values for every "

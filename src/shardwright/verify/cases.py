@@ -66,7 +66,13 @@ class Case:
         if isinstance(shape, ForeignShape):
             return shape
         rate = DROPOUT if self.dropout else 0.0
-        return replace(shape, tied_embeddings=self.tied, embedding_dropout=rate, attention_dropout=rate, residual_dropout=rate)
+        return replace(
+            shape,
+            tied_embeddings=self.tied,
+            embedding_dropout=rate,
+            attention_dropout=rate,
+            residual_dropout=rate,
+        )
 
 
 def choose_cases(tied: bool, *, full: bool) -> list[Case]:
@@ -79,7 +85,9 @@ def choose_cases(tied: bool, *, full: bool) -> list[Case]:
     if full:
         return [
             Case(accumulation, recompute, is_tied, dropout, documents=accumulation != 2)
-            for accumulation, recompute, is_tied, dropout in product((1, 2, 3), recomputes, (tied, not tied), (False, True))
+            for accumulation, recompute, is_tied, dropout in product(
+                (1, 2, 3), recomputes, (tied, not tied), (False, True)
+            )
         ]
     return [
         Case(1, "none", tied, dropout=False, documents=False),
@@ -103,7 +111,10 @@ def choose_foreign_cases(tied: bool, *, full: bool) -> list[Case]:
             for accumulation, recompute, documents in product((1, 2, 3), recomputes, (False, True))
         ]
     steps = enumerate(recomputes, start=1)
-    return [Case(number, recompute, tied, documents=number > 1, weights=number == 2) for number, recompute in steps]
+    return [
+        Case(number, recompute, tied, documents=number > 1, weights=number == 2)
+        for number, recompute in steps
+    ]
 
 
 def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -> list[Layout]:
@@ -123,10 +134,17 @@ def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -
     >>> len(choose_layouts([], 4, LayoutSection()))
     15
     """
-    sizes = {name: getattr(base, name) for name in ("wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes")}
+    sizes = {
+        name: getattr(base, name)
+        for name in ("wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes")
+    }
     texts = list(texts)
     if not texts:
-        return [replace(layout, **sizes) for ranks in range(2, most_ranks + 1) for layout in _data_layouts(ranks)]
+        return [
+            replace(layout, **sizes)
+            for ranks in range(2, most_ranks + 1)
+            for layout in _data_layouts(ranks)
+        ]
     layouts = []
     for text in texts:
         section = LayoutSection.model_validate(sizes | parse_layout(text))
@@ -138,7 +156,10 @@ def _data_layouts(ranks: int) -> list[Layout]:
     layouts = [Layout(dp_replicate=ranks)]
     for shard in range(ranks, 1, -1):
         if ranks % shard == 0:
-            layouts += [Layout(dp_replicate=ranks // shard, dp_shard=shard, zero_stage=stage) for stage in (1, 2, 3)]
+            layouts += [
+                Layout(dp_replicate=ranks // shard, dp_shard=shard, zero_stage=stage)
+                for stage in (1, 2, 3)
+            ]
     return layouts
 
 
@@ -155,12 +176,14 @@ def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]
             f"no number of ranks from 2 to {most_ranks} fits this layout",
             field="--layout",
             got=text,
-            remedy=f"The layout needs a multiple of {degrees} ranks; raise --nproc, the largest number that verify uses",
+            remedy=f"The layout needs a multiple of {degrees} ranks, at most --nproc; raise --nproc",
         )
     return layouts
 
 
-def cut_shape(shape: ModelShape, *, num_layers: int | None = None, hidden_size: int | None = None) -> ModelShape:
+def cut_shape(
+    shape: ModelShape, *, num_layers: int | None = None, hidden_size: int | None = None
+) -> ModelShape:
     """Shrink a model to its first layers, or to a width with fewer heads and a smaller MLP.
 
     Head size and query heads per key-value head stay the same.

@@ -74,12 +74,17 @@ class Finding:
         return self.error / self.allowed
 
 
-def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation: Mutation | None = None) -> list[Finding]:
+def verify_cell(
+    problem: Problem, layout: Layout, reference_path: str, mutation: Mutation | None = None
+) -> list[Finding]:
     """Compare one layout in one case with the reference; runs on every rank of the layout."""
     reference = load_file(Path(reference_path))
     with nullcontext() if mutation is None else mutation():
         model = _build(problem, layout)
-        initial = {name: local_part(parameter).detach().clone() for name, parameter in model.named_parameters()}
+        initial = {
+            name: local_part(parameter).detach().clone()
+            for name, parameter in model.named_parameters()
+        }
         findings = _verify_sgd(problem, layout, model, reference)
         if problem.dtype == "float64":
             with torch.no_grad():  # reuse the model: building it takes longer than a step
@@ -94,14 +99,18 @@ def verify_cell(problem: Problem, layout: Layout, reference_path: str, mutation:
     return findings
 
 
-def _verify_sgd(problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]) -> list[Finding]:
+def _verify_sgd(
+    problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+) -> list[Finding]:
     """Compare losses, raw gradients, norms, and weights after a few steps of unclipped SGD.
 
     With plain SGD a wrong scale of the gradients shows in the weights.
     """
     allowed = TOLERANCE[problem.dtype]
     section = OptimizerSection(name="sgd")
-    optimizer = build_optimizer(model.named_parameters(), section, learning_rate=SGD_LEARNING_RATE, weight_decay=0.0)
+    optimizer = build_optimizer(
+        model.named_parameters(), section, learning_rate=SGD_LEARNING_RATE, weight_decay=0.0
+    )
     findings = []
     losses = []
     norms = []
@@ -110,22 +119,39 @@ def _verify_sgd(problem: Problem, layout: Layout, model: ParallelModel, referenc
         loss = _accumulate(problem, layout, model, step)
         if step in GRADIENT_STEPS:
             findings.append(_compare_gradients(model, reference, step, allowed))
-        result = update(model, optimizer, learning_rate=SGD_LEARNING_RATE, max_grad_norm=None, routers=loss.routers)
+        result = update(
+            model,
+            optimizer,
+            learning_rate=SGD_LEARNING_RATE,
+            max_grad_norm=None,
+            routers=loss.routers,
+        )
         losses.append(loss.mean())
         norms.append(result.gradient_norm)
         routers.append(torch.zeros(0) if loss.routers is None else loss.routers)
     findings.append(_compare_numbers("loss", losses, reference["loss"], allowed))
     findings.append(_compare_numbers("norm", norms, reference["norm"], allowed))
-    findings.append(_compare_tensor("routers", "loads and losses", torch.stack(routers), reference["routers"], 1.0, allowed))
+    findings.append(
+        _compare_tensor(
+            "routers", "loads and losses", torch.stack(routers), reference["routers"], 1.0, allowed
+        )
+    )
     findings.append(_compare_weights("weights after SGD", model, reference, "sgd", allowed))
     return findings
 
 
-def _verify_adamw(problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]) -> list[Finding]:
+def _verify_adamw(
+    problem: Problem, layout: Layout, model: ParallelModel, reference: dict[str, Tensor]
+) -> list[Finding]:
     """Compare weights after AdamW steps with clipping, decay, loss scale and varying rates."""
     allowed = TOLERANCE[problem.dtype]
     section = problem.optimizer.model_copy(update={"name": "adamw"})
-    optimizer = build_optimizer(model.named_parameters(), section, learning_rate=LEARNING_RATES[0], weight_decay=WEIGHT_DECAY)
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        section,
+        learning_rate=LEARNING_RATES[0],
+        weight_decay=WEIGHT_DECAY,
+    )
     scaler = LossScaler(PrecisionSection(kind="fp16", initial_loss_scale=_LOSS_SCALE))
     max_grad_norms = reference["max_grad_norm"].tolist()
     norms = []
@@ -133,7 +159,14 @@ def _verify_adamw(problem: Problem, layout: Layout, model: ParallelModel, refere
     for step, rate in enumerate(LEARNING_RATES):
         loss = _accumulate(problem, layout, model, step, loss_scale=scaler.scale)
         limit = max_grad_norms[step]
-        result = update(model, optimizer, learning_rate=rate, max_grad_norm=limit, scaler=scaler, routers=loss.routers)
+        result = update(
+            model,
+            optimizer,
+            learning_rate=rate,
+            max_grad_norm=limit,
+            scaler=scaler,
+            routers=loss.routers,
+        )
         norms.append(result.gradient_norm)
         rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
     return [
@@ -162,7 +195,9 @@ def add_rule_reference(problem: Problem, reference_path: str) -> None:
     """
     reference = load_file(Path(reference_path))
     model = _run_rule(problem, Layout(), range(problem.batch.data_ranks))
-    reference |= {f"rule.{name}": model.full_parameter(name).detach().contiguous() for name in model.layouts}
+    reference |= {
+        f"rule.{name}": model.full_parameter(name).detach().contiguous() for name in model.layouts
+    }
     save_file(reference, Path(reference_path))
 
 
@@ -171,12 +206,16 @@ def _run_rule(problem: Problem, layout: Layout, data_ranks: Sequence[int]) -> Pa
     model = _build(problem, layout)
     rate = LEARNING_RATES[0]
     named = model.named_parameters()
-    optimizer = build_optimizer(named, problem.optimizer, learning_rate=rate, weight_decay=WEIGHT_DECAY, cut=model)
+    optimizer = build_optimizer(
+        named, problem.optimizer, learning_rate=rate, weight_decay=WEIGHT_DECAY, cut=model
+    )
     for step, rate in enumerate(LEARNING_RATES):
         data = problem.dataset
         batch = problem.batch
         micro_batches = [
-            micro_batch for data_rank in data_ranks for micro_batch in step_micro_batches(data, data.order, batch, step, data_rank)
+            micro_batch
+            for data_rank in data_ranks
+            for micro_batch in step_micro_batches(data, data.order, batch, step, data_rank)
         ]
         loss = accumulate_gradients(model, micro_batches, seed=problem.seed, step=step)
         update(model, optimizer, learning_rate=rate, max_grad_norm=1.0, routers=loss.routers)
@@ -186,7 +225,15 @@ def _run_rule(problem: Problem, layout: Layout, data_ranks: Sequence[int]) -> Pa
 def _verify_rule(problem: Problem, layout: Layout, reference: dict[str, Tensor]) -> list[Finding]:
     """Compare weights after a few steps of the recipe's rule with those of one process."""
     model = _run_rule(problem, layout, [RankGrid(layout).data_rank(_rank(layout))])
-    return [_compare_weights(f"weights after {problem.optimizer.name}", model, reference, "rule", TOLERANCE[problem.dtype])]
+    return [
+        _compare_weights(
+            f"weights after {problem.optimizer.name}",
+            model,
+            reference,
+            "rule",
+            TOLERANCE[problem.dtype],
+        )
+    ]
 
 
 def _verify_quantised_rule(problem: Problem, layout: Layout) -> list[Finding]:
@@ -218,27 +265,51 @@ def _verify_odd_steps(problem: Problem, layout: Layout, model: ParallelModel) ->
 
     All ranks must skip the first. The current weights of the model do not matter.
     """
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0)
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0
+    )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
     inf_ranks = RankGrid(layout).group_of(layout.world_size - 1, ["pp"])
-    _accumulate(problem, layout, model, 0, loss_scale=math.inf if _rank(layout) in inf_ranks else 1.0)
+    _accumulate(
+        problem, layout, model, 0, loss_scale=math.inf if _rank(layout) in inf_ranks else 1.0
+    )
     skipped_update = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
-    errors = [not skipped_update.skipped, math.isfinite(skipped_update.gradient_norm), _moved(model, before)]
-    findings = [Finding("skips together", f"rank {inf_ranks[-1]} not finite", float(sum(errors)), 0.0)]
+    errors = [
+        not skipped_update.skipped,
+        math.isfinite(skipped_update.gradient_norm),
+        _moved(model, before),
+    ]
+    findings = [
+        Finding("skips together", f"rank {inf_ranks[-1]} not finite", float(sum(errors)), 0.0)
+    ]
 
     unsupervised = [
-        replace(batch, labels_BT=torch.full_like(batch.labels_BT, IGNORED_LABEL), num_supervised=0, weight_sum=0.0)
+        replace(
+            batch,
+            labels_BT=torch.full_like(batch.labels_BT, IGNORED_LABEL),
+            num_supervised=0,
+            weight_sum=0.0,
+        )
         for batch in _micro_batches(problem, layout, 0)
     ]
     loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)
     empty_update = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
-    errors = [loss.mean() != 0.0, empty_update.skipped, empty_update.gradient_norm != 0.0, _moved(model, before)]
+    errors = [
+        loss.mean() != 0.0,
+        empty_update.skipped,
+        empty_update.gradient_norm != 0.0,
+        _moved(model, before),
+    ]
     findings.append(Finding("stands still", "nothing supervised", float(sum(errors)), 0.0))
 
     _accumulate(problem, layout, model, 0)
     usual_update = update(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
-    errors = [usual_update.skipped, not math.isfinite(usual_update.gradient_norm), not _moved(model, before)]
+    errors = [
+        usual_update.skipped,
+        not math.isfinite(usual_update.gradient_norm),
+        not _moved(model, before),
+    ]
     findings.append(Finding("goes on", "after both", float(sum(errors)), 0.0))
     return findings
 
@@ -246,7 +317,10 @@ def _verify_odd_steps(problem: Problem, layout: Layout, model: ParallelModel) ->
 def _moved(model: ParallelModel, before: dict[str, Tensor]) -> bool:
     """Return True if any bit of this rank's weights differs; nan differs."""
     # torch.equal of DTensors is a collective, and pipeline ranks have different parameters.
-    return any(not torch.equal(local_part(parameter), local_part(before[name])) for name, parameter in model.named_parameters())
+    return any(
+        not torch.equal(local_part(parameter), local_part(before[name]))
+        for name, parameter in model.named_parameters()
+    )
 
 
 def _rank(layout: Layout) -> int:
@@ -283,27 +357,51 @@ def _micro_batches(problem: Problem, layout: Layout, step: int) -> list[MicroBat
     batch = problem.batch
     if problem.shape.experts is None:  # router statistics count every token of a row
         batch = replace(batch, row_multiple=row_multiple(layout))
-    return step_micro_batches(dataset, dataset.order, batch, step, RankGrid(layout).data_rank(_rank(layout)))
+    return step_micro_batches(
+        dataset, dataset.order, batch, step, RankGrid(layout).data_rank(_rank(layout))
+    )
 
 
-def _accumulate(problem: Problem, layout: Layout, model: ParallelModel, step: int, *, loss_scale: float = 1.0) -> StepLoss:
-    return accumulate_gradients(model, _micro_batches(problem, layout, step), seed=problem.seed, step=step, loss_scale=loss_scale)
+def _accumulate(
+    problem: Problem, layout: Layout, model: ParallelModel, step: int, *, loss_scale: float = 1.0
+) -> StepLoss:
+    return accumulate_gradients(
+        model,
+        _micro_batches(problem, layout, step),
+        seed=problem.seed,
+        step=step,
+        loss_scale=loss_scale,
+    )
 
 
-def _compare_gradients(model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float) -> Finding:
+def _compare_gradients(
+    model: ParallelModel, reference: dict[str, Tensor], step: int, allowed: float
+) -> Finding:
     expected = _select(reference, f"gradient.{step}.")
     scale = float(reference["norm"][step])
     pairs = ((name, model.full_gradient(name), expected.get(name)) for name in model.layouts)
     finding = _worst("gradient", pairs, expected, scale, allowed)
-    local_gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return _worse(finding, _compare_held("gradient", model, local_gradients, expected, scale, allowed))
+    local_gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return _worse(
+        finding, _compare_held("gradient", model, local_gradients, expected, scale, allowed)
+    )
 
 
 def _select(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
-def _compare_weights(quantity: str, model: ParallelModel, reference: dict[str, Tensor], run: str, allowed: float) -> Finding:
+def _compare_weights(
+    quantity: str, model: ParallelModel, reference: dict[str, Tensor], run: str, allowed: float
+) -> Finding:
     expected = _select(reference, f"{run}.")
     scale = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
     pairs = ((name, model.full_parameter(name), expected.get(name)) for name in model.layouts)
@@ -313,7 +411,12 @@ def _compare_weights(quantity: str, model: ParallelModel, reference: dict[str, T
 
 
 def _compare_held(
-    quantity: str, model: ParallelModel, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], scale: float, allowed: float
+    quantity: str,
+    model: ParallelModel,
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    scale: float,
+    allowed: float,
 ) -> Finding:
     """Compare this rank's local parts; full tensors are gathered from one replica only."""
     worst = Finding(quantity, "every parameter", 0.0, allowed)
@@ -323,7 +426,10 @@ def _compare_held(
         if want is None:
             continue  # the comparison of full tensors reports it
         boxes = model.held(name)
-        squares = [(narrow(local, box.local) - narrow(want, box.whole).double()).square().sum() for box in boxes]
+        squares = [
+            (narrow(local, box.local) - narrow(want, box.whole).double()).square().sum()
+            for box in boxes
+        ]
         distance = math.sqrt(float(sum(squares)))
         norm = float(want.double().norm())
         subject = f"{name}, copy of rank {_rank(model.layout)}"
@@ -357,7 +463,9 @@ def _worst(
     return Finding(quantity, f"{missing[0]}: absent", math.inf, allowed) if missing else worst
 
 
-def _compare_tensor(quantity: str, name: str, got: Tensor | None, want: Tensor | None, scale: float, allowed: float) -> Finding:
+def _compare_tensor(
+    quantity: str, name: str, got: Tensor | None, want: Tensor | None, scale: float, allowed: float
+) -> Finding:
     if got is None and want is None:
         return Finding(quantity, name, 0.0, allowed)
     if got is None or want is None or got.shape != want.shape:

@@ -47,7 +47,9 @@ class UnevenDataset:
     @property
     def num_supervised(self) -> int:
         """Supervised tokens of all steps."""
-        return sum(int(np.count_nonzero(self.row(p).labels != IGNORED_LABEL)) for p in range(len(self)))
+        return sum(
+            int(np.count_nonzero(self.row(p).labels != IGNORED_LABEL)) for p in range(len(self))
+        )
 
     @property
     def is_uneven(self) -> bool:
@@ -86,11 +88,15 @@ class UnevenDataset:
         document_ids = None
         num_padding = 0
         if not self.documents:
-            num_padding = int(np.random.default_rng([self.seed, position, 1]).integers(length // 2 + 1))
+            num_padding = int(
+                np.random.default_rng([self.seed, position, 1]).integers(length // 2 + 1)
+            )
             labels[length - num_padding :] = IGNORED_LABEL
             positions = np.minimum(positions, length - num_padding - 1)
         if self.documents:
-            starts = np.sort(random.choice(np.arange(1, length), size=min(3, length - 1), replace=False))
+            starts = np.sort(
+                random.choice(np.arange(1, length), size=min(3, length - 1), replace=False)
+            )
             document_ids = np.searchsorted(starts, np.arange(length), side="right")
             positions = np.arange(length) - np.concatenate([[0], starts])[document_ids]
             labels[starts - 1] = IGNORED_LABEL  # the next token is another document's
@@ -98,10 +104,14 @@ class UnevenDataset:
         weights = random.choice(_WEIGHTS, size=length) if self.weights else None
         return Sample(inputs, labels, positions, document_ids, weights, num_padding)
 
-    def _supervised(self, position: int, random: np.random.Generator, allowed: np.ndarray) -> np.ndarray:
+    def _supervised(
+        self, position: int, random: np.random.Generator, allowed: np.ndarray
+    ) -> np.ndarray:
         """Choose the supervised tokens among the `allowed` ones, `[T]`."""
         batch = self.batch
-        accumulation, rest = divmod(position % batch.global_batch_size, batch.micro_batch_size * batch.data_ranks)
+        accumulation, rest = divmod(
+            position % batch.global_batch_size, batch.micro_batch_size * batch.data_ranks
+        )
         data_rank, row = divmod(rest, batch.micro_batch_size)
         chosen = np.zeros_like(allowed)
         if batch.data_ranks == 1 and accumulation == 0 and batch.gradient_accumulation_steps > 1:

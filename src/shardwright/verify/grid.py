@@ -33,7 +33,14 @@ _LLAMA_LIKE: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", "intermediate_size": 48, **_LLAMA_LIKE},
-    "tied": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
+    "tied": {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 64,
+    },
     "moe": {
         "model_type": "qwen3_moe",
         "intermediate_size": 48,
@@ -83,9 +90,21 @@ class Cell:
         """Properties of model, layout and case, of which `covering` covers all pairs."""
         layout = self.layout
         case = self.case
-        properties = {f"model {self.model}", f"accumulation {min(case.accumulation, 3)}", f"recompute {case.recompute}"}
-        properties |= {f"dropout {case.dropout}", f"documents {case.documents}", f"zero_stage {layout.zero_stage}"}
-        properties |= {axis for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep") if layout.degree(axis) > 1}
+        properties = {
+            f"model {self.model}",
+            f"accumulation {min(case.accumulation, 3)}",
+            f"recompute {case.recompute}",
+        }
+        properties |= {
+            f"dropout {case.dropout}",
+            f"documents {case.documents}",
+            f"zero_stage {layout.zero_stage}",
+        }
+        properties |= {
+            axis
+            for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+            if layout.degree(axis) > 1
+        }
         if layout.tp > 1:
             properties.add(f"sequence_parallel {layout.sequence_parallel}")
         if layout.pp > 1:
@@ -110,7 +129,11 @@ def _single_cuts() -> Iterator[Layout]:
     yield Layout(dp_replicate=2)
     yield from (Layout(dp_shard=2, zero_stage=stage) for stage in STAGES)
     yield Layout(dp_shard=3, zero_stage=3)
-    yield from (Layout(tp=degree, sequence_parallel=sequence) for degree in (2, 4) for sequence in (True, False))
+    yield from (
+        Layout(tp=degree, sequence_parallel=sequence)
+        for degree in (2, 4)
+        for sequence in (True, False)
+    )
     yield from (Layout(pp=2, schedule=schedule) for schedule in SCHEDULES)
     yield Layout(pp=4)
     yield from (Layout(cp=2, cp_method=method) for method in METHODS)
@@ -151,7 +174,14 @@ def _triples() -> Iterator[Layout]:
     for stage, schedule in zip(STAGES, ("zb_h1", "interleaved_1f1b", "1f1b"), strict=True):
         yield Layout(dp_shard=2, tp=2, pp=2, zero_stage=stage, schedule=schedule)
         yield Layout(dp_shard=2, tp=2, cp=2, zero_stage=stage, cp_method=METHODS[stage - 1])
-        yield Layout(dp_shard=2, pp=2, cp=2, zero_stage=stage, cp_method=METHODS[stage % 3], schedule=schedule)
+        yield Layout(
+            dp_shard=2,
+            pp=2,
+            cp=2,
+            zero_stage=stage,
+            cp_method=METHODS[stage % 3],
+            schedule=schedule,
+        )
     yield Layout(tp=2, pp=2, cp=2, cp_method="ring")
     yield Layout(tp=2, pp=2, cp=2, cp_method="all_gather", schedule="zbv", sequence_parallel=False)
     yield Layout(dp_shard=2, ep=2, tp=2, pp=2, zero_stage=1)
@@ -174,7 +204,9 @@ def _all_at_once() -> Iterator[Layout]:
 def all_cells(max_ranks: int = 16) -> list[Cell]:
     """List the cells in order of execution; an unsupported layout is a cell with a refusal."""
     cells = []
-    for number, (layout, model) in enumerate((layout, model) for layout in layouts(max_ranks) for model in MODELS):
+    for number, (layout, model) in enumerate(
+        (layout, model) for layout in layouts(max_ranks) for model in MODELS
+    ):
         if layout.ep > 1 and model != "moe":
             continue  # expert parallelism does not apply to models without experts
         shape = shape_of_model(model)
@@ -200,8 +232,16 @@ def _fitted(case: Case, layout: Layout, shape: ModelShape) -> Case:
     """Adapt a case to model and layout: micro-batches of pipelines, router options."""
     case = replace(case, tied=shape.tied_embeddings)
     if shape.experts is not None:
-        case = replace(case, router_losses=case.documents, capacity_factor=0.8 if case.recompute == "selective" else None)
-    return case if layout.pp == 1 else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
+        case = replace(
+            case,
+            router_losses=case.documents,
+            capacity_factor=0.8 if case.recompute == "selective" else None,
+        )
+    return (
+        case
+        if layout.pp == 1
+        else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
+    )
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
@@ -209,7 +249,9 @@ def covering(cells: Sequence[Cell]) -> list[Cell]:
     uncovered = {pair for cell in cells for pair in _pairs_of(cell)}
     chosen: list[Cell] = []
     while uncovered:
-        best = max(cells, key=lambda cell: (len(uncovered & _pairs_of(cell)), -cell.layout.world_size))
+        best = max(
+            cells, key=lambda cell: (len(uncovered & _pairs_of(cell)), -cell.layout.world_size)
+        )
         chosen.append(best)
         uncovered -= _pairs_of(best)
     return sorted(chosen, key=cells.index)

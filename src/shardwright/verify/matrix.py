@@ -42,7 +42,11 @@ class CellResult:
     @property
     def passed(self) -> bool:
         """True if every comparison passed and there was at least one."""
-        return self.failure is None and bool(self.findings) and all(finding.passed for finding in self.findings)
+        return (
+            self.failure is None
+            and bool(self.findings)
+            and all(finding.passed for finding in self.findings)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -54,7 +58,9 @@ class CellResult:
             "passed": self.passed,
             "failure": self.failure,
             "seconds": round(self.seconds, 3),
-            "findings": [asdict(f) | {"error": _as_json(f.error), "passed": f.passed} for f in self.findings],
+            "findings": [
+                asdict(f) | {"error": _as_json(f.error), "passed": f.passed} for f in self.findings
+            ],
         }
 
 
@@ -116,7 +122,11 @@ class GridRow:
 
 
 def verify_grid(
-    cells: Iterable[Cell], pool: RankPool, *, dtype: Dtype = "float32", told: Callable[[GridRow], None]
+    cells: Iterable[Cell],
+    pool: RankPool,
+    *,
+    dtype: Dtype = "float32",
+    told: Callable[[GridRow], None],
 ) -> list[GridRow]:
     """Run cells of the grid; layouts that read the same batch share a reference.
 
@@ -140,7 +150,12 @@ def verify_grid(
             if any(cell.refusal is None for cell in group):
                 pool.run(1, write_reference, problem, path)
             for cell in group:
-                row = GridRow(cell, _run_cell(problem, cell.layout, path, pool, None) if cell.refusal is None else None)
+                row = GridRow(
+                    cell,
+                    _run_cell(problem, cell.layout, path, pool, None)
+                    if cell.refusal is None
+                    else None,
+                )
                 rows.append(row)
                 told(row)
     return rows
@@ -176,9 +191,17 @@ def verify(
         check(shape, layout, sequence_length)
         if recipe.optimizer.name == "adamw_8bit":
             require_torchao()
-            check_blocks(place(shape, layout, stages_of(shape, layout, sequence_length)), layout, recipe.optimizer.block_size)
+            check_blocks(
+                place(shape, layout, stages_of(shape, layout, sequence_length)),
+                layout,
+                recipe.optimizer.block_size,
+            )
     report = Report(shape, sequence_length)
-    frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]) if recipe.model.freeze else frozenset()
+    frozen = (
+        match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()])
+        if recipe.model.freeze
+        else frozenset()
+    )
     base = Problem(
         shape=shape,
         frozen=frozen,
@@ -210,11 +233,15 @@ def _problems(
         group = [layout for layout in layouts if layout.data_ranks == data_ranks]
         for dtype in dtypes:
             for case in cases:
-                batch = replace(base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation)
+                batch = replace(
+                    base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation
+                )
                 yield replace(base, batch=batch, case=case, dtype=dtype), group
 
 
-def _run_cell(problem: Problem, layout: Layout, path: Path, pool: RankPool, mutation: Mutation | None) -> CellResult:
+def _run_cell(
+    problem: Problem, layout: Layout, path: Path, pool: RankPool, mutation: Mutation | None
+) -> CellResult:
     start = time.perf_counter()
     findings: tuple[Finding, ...] = ()
     failure: str | None = None
@@ -225,7 +252,9 @@ def _run_cell(problem: Problem, layout: Layout, path: Path, pool: RankPool, muta
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         failure = str(error)
-    return CellResult(layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - start)
+    return CellResult(
+        layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - start
+    )
 
 
 def _worst_of(findings: Sequence[Finding]) -> Finding:

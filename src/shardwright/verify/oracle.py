@@ -69,7 +69,14 @@ class Problem:
     @property
     def dataset(self) -> UnevenDataset:
         """Rows of all steps."""
-        return UnevenDataset(self.shape.vocab_size, self.batch, NUM_STEPS, self.seed, self.case.documents, self.case.weights)
+        return UnevenDataset(
+            self.shape.vocab_size,
+            self.batch,
+            NUM_STEPS,
+            self.seed,
+            self.case.documents,
+            self.case.weights,
+        )
 
 
 def initial_value(problem: Problem, spec: ParameterSpec, narrow: Narrow | None = None) -> Tensor:
@@ -83,8 +90,14 @@ def initial_value(problem: Problem, spec: ParameterSpec, narrow: Narrow | None =
     if spec.packed is not None:
         matrix = spec.packed
         whole = tuple((0, size) for size in spec.shape)
-        bounds = whole if narrow is None else tuple(part or every for part, every in zip(narrow, whole, strict=True))
-        return packed_slice(matrix, bounds, lambda _name, rows: initial_value(problem, matrix, rows))
+        bounds = (
+            whole
+            if narrow is None
+            else tuple(part or every for part, every in zip(narrow, whole, strict=True))
+        )
+        return packed_slice(
+            matrix, bounds, lambda _name, rows: initial_value(problem, matrix, rows)
+        )
     if isinstance(spec.init, ByClass):
         spec = replace(spec, init=Normal(CLASS_STD))
     value = initialise(spec, problem.seed, dtype=problem.torch_dtype, narrow=narrow)
@@ -104,8 +117,14 @@ def _initial_adapter(problem: Problem, spec: ParameterSpec, narrow: Narrow | Non
         return initial_value(problem, matrix, bounds)
 
     def read_stored(name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        quantised = problem.shape.adapters is not None and problem.shape.adapters.quantize is not None
-        return held_slice(matrix, bounds, read, problem.torch_dtype) if quantised else read(name, bounds)
+        quantised = (
+            problem.shape.adapters is not None and problem.shape.adapters.quantize is not None
+        )
+        return (
+            held_slice(matrix, bounds, read, problem.torch_dtype)
+            if quantised
+            else read(name, bounds)
+        )
 
     return begin(
         spec,
@@ -134,7 +153,11 @@ def write_reference(problem: Problem, path: Path) -> None:
         losses.append(_differentiate(decoder, problem, step))
         norms.append(_norm(decoder))
         if step in GRADIENT_STEPS:
-            tensors |= {f"gradient.{step}.{n}": p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+            tensors |= {
+                f"gradient.{step}.{n}": p.grad.clone()
+                for n, p in decoder.named_parameters()
+                if p.grad is not None
+            }
         with torch.no_grad():
             for parameter in decoder.parameters():
                 if parameter.grad is not None:
@@ -145,15 +168,32 @@ def write_reference(problem: Problem, path: Path) -> None:
 
     decoder = _build(problem)
     adamw_norms = []
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()}
+    moments = {
+        name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()
+    }
     for step in range(NUM_STEPS):
         _differentiate(decoder, problem, step)
         adamw_norms.append(_norm(decoder))
-        _adamw(decoder, moments, problem.optimizer, step, min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)))
+        _adamw(
+            decoder,
+            moments,
+            problem.optimizer,
+            step,
+            min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)),
+        )
         _end_step_of_experts(decoder)
-    tensors |= {f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-    as_double = {"loss": losses, "norm": norms, "adamw_norm": adamw_norms, "max_grad_norm": max_grad_norms}
-    tensors |= {name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()}
+    tensors |= {
+        f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()
+    }
+    as_double = {
+        "loss": losses,
+        "norm": norms,
+        "adamw_norm": adamw_norms,
+        "max_grad_norm": max_grad_norms,
+    }
+    tensors |= {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()
+    }
     tensors["routers"] = torch.stack(routers)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
@@ -163,7 +203,12 @@ def _build(problem: Problem) -> Decoder:
     dtype = problem.torch_dtype
     explicit = problem.attention == "explicit"
     kind = PlainForeign if isinstance(shape, ForeignShape) else Decoder
-    decoder = kind(shape, attention="explicit" if explicit else "auto", compute_dtype=dtype, expert_rules=problem.case.expert_rules)
+    decoder = kind(
+        shape,
+        attention="explicit" if explicit else "auto",
+        compute_dtype=dtype,
+        expert_rules=problem.case.expert_rules,
+    )
     decoder = decoder.to(dtype).to_empty(device="cpu")
     specs = {spec.name: spec for spec in shape.parameters()}
     with torch.no_grad():
@@ -184,7 +229,11 @@ def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
     labels_BT = torch.from_numpy(np.stack([row.labels for row in rows]))
     documents = [row.document_ids for row in rows if row.document_ids is not None]
     weights = [row.weights for row in rows if row.weights is not None]
-    weights_BT = torch.from_numpy(np.stack(weights)).to(problem.torch_dtype) if weights else torch.ones_like(labels_BT)
+    weights_BT = (
+        torch.from_numpy(np.stack(weights)).to(problem.torch_dtype)
+        if weights
+        else torch.ones_like(labels_BT)
+    )
     decoder.zero_grad()
     loss_sum = decoder(
         torch.from_numpy(np.stack([row.input_ids for row in rows])),
@@ -209,7 +258,9 @@ def _end_step_of_experts(decoder: Decoder) -> Tensor:
     experts = decoder.shape.experts
     if experts is None:
         return torch.zeros(0)
-    table = decoder.router_tally.take(decoder.shape.num_layers, experts.num_experts, torch.device("cpu"))
+    table = decoder.router_tally.take(
+        decoder.shape.num_layers, experts.num_experts, torch.device("cpu")
+    )
     for name, parameter in decoder.named_parameters():
         if name.endswith(f".{decoder.shape.names.balance_bias}"):
             tokens = table[int(name.split(".")[2]), : experts.num_experts]
@@ -226,7 +277,13 @@ def _norm(decoder: Decoder) -> float:
 
 
 @torch.no_grad()
-def _adamw(decoder: Decoder, moments: dict[str, tuple[Tensor, Tensor]], section: OptimizerSection, step: int, clip: float) -> None:
+def _adamw(
+    decoder: Decoder,
+    moments: dict[str, tuple[Tensor, Tensor]],
+    section: OptimizerSection,
+    step: int,
+    clip: float,
+) -> None:
     """Update weights by Loshchilov and Hutter 2019, algorithm 2, on clipped gradients.
 
     Matrices decay, vectors do not.

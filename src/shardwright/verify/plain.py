@@ -35,12 +35,23 @@ class PlainForeign(ForeignDecoder):
         assert labels_BT is not None
         losses = []
         for row, ids_T in enumerate(input_ids_BT):
-            documents_T = torch.zeros_like(ids_T) if document_ids_BT is None else document_ids_BT[row]
+            documents_T = (
+                torch.zeros_like(ids_T) if document_ids_BT is None else document_ids_BT[row]
+            )
             for document in documents_T.unique():
                 is_document_T = documents_T == document
                 is_float64 = self.compute_dtype == torch.float64
                 with Widened() if is_float64 else contextlib.nullcontext():
                     logits_SV = self.foreign(input_ids=ids_T[is_document_T][None]).logits[0]
-                losses_S = F.cross_entropy(logits_SV, labels_BT[row][is_document_T], ignore_index=IGNORED_LABEL, reduction="none")
-                losses.append(losses_S.sum() if weights_BT is None else losses_S @ weights_BT[row][is_document_T])
+                losses_S = F.cross_entropy(
+                    logits_SV,
+                    labels_BT[row][is_document_T],
+                    ignore_index=IGNORED_LABEL,
+                    reduction="none",
+                )
+                losses.append(
+                    losses_S.sum()
+                    if weights_BT is None
+                    else losses_S @ weights_BT[row][is_document_T]
+                )
         return torch.stack(losses).sum()

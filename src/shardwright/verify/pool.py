@@ -56,10 +56,21 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float | None = None) -> list[Any]:
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_seconds: float | None = None,
+    ) -> list[Any]:
         """Call `function(*arguments)` on each of `num_ranks` ranks; return results by rank.
 
         The function is pickled, so it must be defined at the top level of a module. The default
@@ -136,13 +147,19 @@ class RankPool:
                 else:
                     results[rank] = answer[0]
             if failures:
-                consequence = all(failure is not None and _may_follow(failure) for failure in failures.values())
-                deadline = min(deadline, time.monotonic() + (_CAUSE_SECONDS if consequence else _GRACE_SECONDS))
+                consequence = all(
+                    failure is not None and _may_follow(failure) for failure in failures.values()
+                )
+                deadline = min(
+                    deadline, time.monotonic() + (_CAUSE_SECONDS if consequence else _GRACE_SECONDS)
+                )
         if failures:
             _raise_first(failures, workers)
         if waiting:
             late = ", ".join(str(rank) for rank in sorted(waiting.values()))
-            raise RankFailed(f"no answer from rank {late} of {len(workers)} within {timeout_seconds:g} s")
+            raise RankFailed(
+                f"no answer from rank {late} of {len(workers)} within {timeout_seconds:g} s"
+            )
         return [results[rank] for rank in range(len(workers))]
 
 
@@ -161,7 +178,9 @@ def _raise_first(failures: dict[int, _Failure | None], workers: Sequence[_Worker
         if code is not None and code < 0:
             end = f"was killed by {signal.Signals(-code).name}"
         raise RankFailed(f"rank {rank} of {len(workers)} {end}")
-    raise RankFailed(f"rank {rank} of {len(workers)}: {failure.error}\n{failure.trace}") from failure.error
+    raise RankFailed(
+        f"rank {rank} of {len(workers)}: {failure.error}\n{failure.trace}"
+    ) from failure.error
 
 
 def _may_follow(failure: _Failure) -> bool:
@@ -169,13 +188,23 @@ def _may_follow(failure: _Failure) -> bool:
     return isinstance(failure.error, dist.DistError | RuntimeError)
 
 
-def _serve(pipe: connection.Connection, rank: int, num_ranks: int, port: int, timeout_seconds: float) -> None:
+def _serve(
+    pipe: connection.Connection, rank: int, num_ranks: int, port: int, timeout_seconds: float
+) -> None:
     """Join the group, then answer calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     if num_ranks > 1:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_seconds))
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds)
+        )
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
     while True:
         try:
             message = pipe.recv_bytes()

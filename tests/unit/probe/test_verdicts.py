@@ -252,7 +252,7 @@ def test_ranks_with_other_versions_are_named() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "verdict"),
     [
-        ({"requirements": ("torch>=2.11 is wanted, 2.4 is installed",)}, "versions", "fail"),
+        ({"requirements": ("torch>=2.11 is required, 2.4 is installed",)}, "versions", "fail"),
         ({"collectives": ()}, "collectives", "fail"),
         ({"cuda": True}, "collectives", "fail"),
         ({"attention": ("math",)}, "attention", "warn"),
