@@ -239,19 +239,23 @@ def judge_collectives(
 ) -> list[Finding]:
     """Judge each collective over each axis against the link's peak, then groups of an axis."""
     findings = []
-    for axis, kind in dict.fromkeys((one.axis, one.kind) for one in merged):
-        selected = [one for one in merged if (one.axis, one.kind) == (axis, kind)]
-        sizes = sorted({one.message_bytes for one in selected})
+    for axis, kind in dict.fromkeys((group_time.axis, group_time.kind) for group_time in merged):
+        selected = [
+            group_time
+            for group_time in merged
+            if (group_time.axis, group_time.kind) == (axis, kind)
+        ]
+        sizes = sorted({group_time.message_bytes for group_time in selected})
         slowest = {
             size: max(
-                (one for one in selected if one.message_bytes == size),
-                key=lambda one: one.seconds,
+                (group_time for group_time in selected if group_time.message_bytes == size),
+                key=lambda group_time: group_time.seconds,
             )
             for size in sizes
         }
         bus = {
-            size: rate_of(one, per_node[one.ranks]).bus_bytes_per_second
-            for size, one in slowest.items()
+            size: rate_of(group_time, per_node[group_time.ranks]).bus_bytes_per_second
+            for size, group_time in slowest.items()
         }
         ranks = selected[0].ranks
         link = (
@@ -276,7 +280,7 @@ def judge_collectives(
             "num_ranks": len(ranks),
             "ranks_per_node": per_node[ranks],
             "bus_bytes_per_second": bus,
-            "seconds": {size: one.seconds for size, one in slowest.items()},
+            "seconds": {size: group_time.seconds for size, group_time in slowest.items()},
             "link": None if link is None else link.name,
             "peak_bytes_per_second": None if link is None else link.bytes_per_second,
         }
@@ -289,16 +293,22 @@ def judge_collectives(
 def _judge_groups(merged: Sequence[GroupTime]) -> list[Finding]:
     """Report groups slower than others of their axis, once, with the worst collective."""
     findings = []
-    for axis in dict.fromkeys(one.axis for one in merged):
+    for axis in dict.fromkeys(group_time.axis for group_time in merged):
         worst_of: dict[tuple[int, ...], tuple[float, str, Verdict]] = {}
         for kind in KINDS:
-            selected = [one for one in merged if (one.axis, one.kind) == (axis, kind)]
-            largest = max((one.message_bytes for one in selected), default=0)
+            selected = [
+                group_time
+                for group_time in merged
+                if (group_time.axis, group_time.kind) == (axis, kind)
+            ]
+            largest = max((group_time.message_bytes for group_time in selected), default=0)
             rates = {
-                one.ranks: largest / one.seconds for one in selected if one.message_bytes == largest
+                group_time.ranks: largest / group_time.seconds
+                for group_time in selected
+                if group_time.message_bytes == largest
             }
             for slow in find_odd(rates, LINK_LIMITS):
-                value = f"{kind} at {slow.share:.0%} of the other groups'"
+                value = f"{kind} at {slow.share:.0%} of the other groups' rate"
                 previous = worst_of.get(slow.key)
                 if previous is None or slow.share < previous[0]:
                     worst_of[slow.key] = (

@@ -96,11 +96,11 @@ def judge_omissions(
         by_kind.setdefault(omission.kind, []).append(omission)
     findings = []
     for kind, of_kind in by_kind.items():
-        omitted = [one for one in of_kind if not one.measured]
-        reduced = [one for one in of_kind if one.measured]
+        omitted = [item for item in of_kind if not item.measured]
+        reduced = [item for item in of_kind if item.measured]
         numbers: Mapping[str, object] = {
-            "left_out": {one.wanted: one.seconds for one in omitted},
-            "reduced": {one.wanted: one.measured for one in reduced},
+            "left_out": {item.wanted: item.seconds for item in omitted},
+            "reduced": {item.wanted: item.measured for item in reduced},
         }
         section = _SECTIONS.get(kind, "calibration")
         values = []
@@ -125,13 +125,16 @@ def judge_omissions(
 
 
 def _name(omissions: list[Omission]) -> str:
-    names = [f"{one.wanted} as {one.measured}" if one.measured else one.wanted for one in omissions]
+    names = [
+        f"{omission.wanted} as {omission.measured}" if omission.measured else omission.wanted
+        for omission in omissions
+    ]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _time_range(omissions: list[Omission]) -> str:
-    shortest, longest = (pick(one.seconds for one in omissions) for pick in (min, max))
+    shortest, longest = (pick(omission.seconds for omission in omissions) for pick in (min, max))
     return (
         format_seconds(longest)
         if longest < 1.1 * shortest

@@ -253,7 +253,7 @@ def _check_data(case: Case) -> Iterator[Finding]:
     num_needed = checked.total_steps * batch.global_batch_size
     epochs = num_needed / len(data.train)
     value = (
-        f"{checked.total_steps:,} steps x {batch.global_batch_size:,} sequences see each "
+        f"{checked.total_steps:,} steps x {batch.global_batch_size:,} sequences read each "
         f"sample {epochs:.3g} times"
     )
     verdict: Verdict = "pass" if epochs <= _MOST_EPOCHS else "warn"
@@ -302,9 +302,9 @@ def _check_checkpoints(case: Case) -> Iterator[Finding]:
     folder = case.folder.checkpoints
     checkpoint_bytes = case.checkpoint_bytes
     # The checkpoint being written exists besides those that are kept.
-    num_kept = section.keep_last + 1 + int(section.keep_best)
-    value = f"{format_bytes(checkpoint_bytes)} each, {num_kept} at a time"
-    numbers = {"bytes": checkpoint_bytes, "kept": num_kept}
+    num_checkpoints = section.keep_last + 1 + int(section.keep_best)
+    value = f"{format_bytes(checkpoint_bytes)} each, {num_checkpoints} at a time"
+    numbers = {"bytes": checkpoint_bytes, "kept": num_checkpoints}
     yield Finding("checkpoints", "size", "pass", value, numbers=numbers)
     if not isinstance(folder, Path):
         try:
@@ -330,18 +330,18 @@ def _check_checkpoints(case: Case) -> Iterator[Finding]:
     save_seconds = checkpoint_bytes / result.bytes_per_second
     value = (
         f"{result.path}: {format_bytes(free)} free, "
-        f"{format_bytes(num_kept * checkpoint_bytes)} needed; "
+        f"{format_bytes(num_checkpoints * checkpoint_bytes)} needed; "
         f"{result.bytes_per_second / 1e6:.3g} MB/s with fsync, "
         f"{format_seconds(save_seconds)} per save by one rank"
     )
-    verdict: Verdict = "pass" if free > 1.1 * num_kept * checkpoint_bytes else "fail"
+    verdict: Verdict = "pass" if free > 1.1 * num_checkpoints * checkpoint_bytes else "fail"
     keep_last = max(0, int(free / checkpoint_bytes) - 1 - int(section.keep_best))
     remedy = "Free space, or --set checkpoint.dir=FOLDER on another disk"
     if keep_last:
         remedy += f", or --set checkpoint.keep_last={keep_last}"
     numbers = {
         "free_bytes": free,
-        "needed_bytes": num_kept * checkpoint_bytes,
+        "needed_bytes": num_checkpoints * checkpoint_bytes,
         "bytes_per_second": result.bytes_per_second,
     }
     yield Finding(
@@ -354,7 +354,7 @@ def _check_checkpoints(case: Case) -> Iterator[Finding]:
     )
     if section.keep_every is not None and case.given.training.max_steps is not None:
         count = case.given.training.max_steps // section.keep_every
-        if free < (num_kept + count) * checkpoint_bytes:
+        if free < (num_checkpoints + count) * checkpoint_bytes:
             more = format_bytes(count * checkpoint_bytes)
             value = f"{count} permanently kept checkpoints need {more} more"
             remedy = f"--set checkpoint.keep_every={2 * section.keep_every}"
@@ -370,7 +370,7 @@ def _check_interval(case: Case) -> Iterator[Finding]:
             remedy = "--set checkpoint.every_steps=500"
             value = "saves only at the end, on a stop, and when validation improves"
         else:
-            remedy = "Name the devices (--set cluster=...) or run a few steps to measure them"
+            remedy = "Name the devices (--set cluster=...) or run a few steps to measure their time"
             value = f"every {every:,} steps of unknown duration"
         yield Finding("checkpoints", name, "warn", value, remedy)
         return
@@ -386,8 +386,7 @@ def _check_interval(case: Case) -> Iterator[Finding]:
     value = (
         f"{frequency}: {format_seconds(interval)} of work at risk "
         f"({source}: {format_seconds(step)} per step); {case.world_size} devices fail about "
-        "once "
-        f"in {format_seconds(failure_interval)}, so {lost_time:.2%} of the time is lost"
+        f"once in {format_seconds(failure_interval)}, so {lost_time:.2%} of the time is lost"
     )
     value += f", {format_seconds(lost_time * total)} of the run" if total else ""
     is_enough = (

@@ -107,7 +107,7 @@ _Run = Callable[
 
 def _sum(given: list[Tensor]) -> Tensor:
     wide = torch.float64 if given[0].dtype.is_floating_point else torch.int64
-    return torch.stack([one.to(wide) for one in given]).sum(0).to(given[0].dtype)
+    return torch.stack([tensor.to(wide) for tensor in given]).sum(0).to(given[0].dtype)
 
 
 def _all_reduce(
@@ -178,8 +178,8 @@ def _all_to_all(
     )
     return received, torch.cat(
         [
-            one[starts[me] : starts[me] + size]
-            for one, size in zip(given, receive_sizes, strict=True)
+            part[starts[me] : starts[me] + size]
+            for part, size in zip(given, receive_sizes, strict=True)
         ]
     )
 
@@ -231,7 +231,7 @@ _RUNS: dict[str, _Run] = {
 def judge_correctness(checked: Mapping[int, Sequence[Checked]]) -> list[Finding]:
     """Judge the results of all ranks: a line per wrong collective and axis, else one line."""
     total = sum(item.num_checked for items in checked.values() for item in items)
-    wrong = [one for items in checked.values() for item in items for one in item.wrong]
+    wrong = [result for items in checked.values() for item in items for result in item.wrong]
     if not total:
         return []
     if not wrong:
@@ -241,18 +241,18 @@ def judge_correctness(checked: Mapping[int, Sequence[Checked]]) -> list[Finding]
             Finding(SECTION, "collectives' results", "pass", value, numbers={"num_checked": total})
         ]
     findings = []
-    for kind, axis in dict.fromkeys((one.kind, one.axis) for one in wrong):
-        failures = [one for one in wrong if (one.kind, one.axis) == (kind, axis)]
-        dtypes = ", ".join(dict.fromkeys(one.dtype for one in failures))
+    for kind, axis in dict.fromkeys((result.kind, result.axis) for result in wrong):
+        failures = [result for result in wrong if (result.kind, result.axis) == (kind, axis)]
+        dtypes = ", ".join(dict.fromkeys(result.dtype for result in failures))
         first = failures[0]
         value = (
-            f"wrong on {name_ranks(one.rank for one in failures)} in {dtypes} (rank "
+            f"wrong on {name_ranks(result.rank for result in failures)} in {dtypes} (rank "
             f"{first.rank}, {first.dtype}: {first.problem})"
         )
         remedy = (
             "Do not train on these ranks: exclude the faulty node, compare NCCL and driver "
             "versions, try NCCL_ALGO=Ring"
         )
-        numbers = {"ranks": sorted({one.rank for one in failures})}
+        numbers = {"ranks": sorted({result.rank for result in failures})}
         findings.append(Finding(SECTION, f"{kind} over {axis}", "fail", value, remedy, numbers))
     return findings

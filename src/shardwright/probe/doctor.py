@@ -125,7 +125,7 @@ def examine_rank(
     report = open_report(ranks, device)
     meeting: Meeting | None = None
 
-    def on_timeout(stage: str) -> None:
+    def handle_timeout(stage: str) -> None:
         finding = judge_standstill(stage, order.timeout_seconds, meeting, STAGES)
         if ranks.rank == 0:
             deliver(diagnose(order, {0: report}, meeting, (finding,)))
@@ -133,14 +133,14 @@ def examine_rank(
         sys.stderr.flush()
         os._exit(1)  # nothing else ends a hanging thread
 
-    watch = Watch(order.timeout_seconds, on_timeout)
+    watch = Watch(order.timeout_seconds, handle_timeout)
     context = Room(order, ranks, device, None, watch, report, owns_group=not dist.is_initialized())
     try:
         look_at_self(context)
         if ranks.world_size > 1:
             meeting = meet(ranks, order.timeout_seconds)
             watch.close()
-            watch = Watch(order.timeout_seconds, on_timeout, ranks.rank, meeting.store)
+            watch = Watch(order.timeout_seconds, handle_timeout, ranks.rank, meeting.store)
             context = context.join(meeting, watch)
         measure(context)
         reports = hand_in(context)
@@ -183,10 +183,11 @@ def diagnose(
         findings += judge_meeting(meeting)
         findings += judge_reports_missing(reports, size, hosts)
         findings += clock.judge_clocks(
-            {r: report.offset for r, report in reports.items() if report.offset is not None}, hosts
+            {rank: report.offset for rank, report in reports.items() if report.offset is not None},
+            hosts,
         )
         findings += storage.judge_sights(
-            {r: report.sights for r, report in reports.items()}, order.folders, hosts
+            {rank: report.sights for rank, report in reports.items()}, order.folders, hosts
         )
         findings += correctness.judge_correctness(
             {rank: report.checked for rank, report in reports.items()}
@@ -320,8 +321,8 @@ def _rates(
             for rate in report.copies
         ],
         "collectives": [
-            asdict(bandwidth.rate_of(one, per_node[one.ranks]))
-            | {"axis": one.axis, "ranks": list(one.ranks)}
-            for one in merged
+            asdict(bandwidth.rate_of(group_time, per_node[group_time.ranks]))
+            | {"axis": group_time.axis, "ranks": list(group_time.ranks)}
+            for group_time in merged
         ],
     }

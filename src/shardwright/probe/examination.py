@@ -58,7 +58,7 @@ _SIZES = {
     "cuda": (64 * 1024, MIB_BYTES, 16 * MIB_BYTES, 256 * MIB_BYTES),
 }
 _GROUP_PATIENCE = {"cpu": 0.7, "cuda": 2.0}
-"""Timeout of a collective as a multiple of the time-out of a stage.
+"""Time-out of a collective as a multiple of the time-out of a stage.
 
 gloo raises an error, which the rank can report. NCCL ends the process, so the watch acts first.
 """

@@ -130,9 +130,9 @@ def judge_links(
     findings = []
     for is_between_nodes in (False, True):
         rates = {
-            (one.sender, one.receiver): one.num_bytes / one.seconds
-            for one in times
-            if (seats[one.sender].node != seats[one.receiver].node) == is_between_nodes
+            (link_time.sender, link_time.receiver): link_time.num_bytes / link_time.seconds
+            for link_time in times
+            if (seats[link_time.sender].node != seats[link_time.receiver].node) == is_between_nodes
         }
         if not rates:
             continue
@@ -141,7 +141,8 @@ def judge_links(
         highest = max(rates.values()) / 1e9
         median_rate = median(rates.values()) / 1e9
         value = (
-            f"{len(rates)} directions, {lowest:.3g} to {highest:.3g} GB/s, median {median_rate:.3g}"
+            f"{len(rates)} directions, {lowest:.3g} to {highest:.3g} GB/s, median "
+            f"{median_rate:.3g}"
         )
         rate_by_pair = {f"{a}->{b}": rate for (a, b), rate in rates.items()}
         findings.append(

@@ -36,7 +36,10 @@ DTYPES = {
 }
 _SHARE_WARN = 0.6
 _SHARE_FAIL = 0.3
-"""Share of the data sheet's peak that fails. Healthy GPUs reach 70 to 85% on large squares."""
+"""Share of the data sheet's peak below which products fail.
+
+Healthy GPUs reach 70 to 85% on large square products.
+"""
 _COPY_WARN = 0.6
 _COPY_FAIL = 0.3
 
@@ -369,7 +372,8 @@ def judge_ranks(
     findings = []
     for slow in find_odd(by_rank, limits_for(device_kind)):
         value = (
-            f"{show(slow.rate)}, {slow.share:.0%} of the other ranks' median {show(slow.others)}"
+            f"{show(slow.rate)}, {slow.share:.0%} of the other ranks' median "
+            f"{show(slow.others)}"
         )
         remedy = (
             f"Every step waits for {name_ranks([slow.key])}: check its device and other "

@@ -109,7 +109,8 @@ def unmet(requirements: Sequence[str], versions: Mapping[str, str]) -> list[str]
             and Version(installed).public not in requirement.specifier
         ):
             problems.append(
-                f"{requirement.name}{requirement.specifier} is required, {installed} is installed"
+                f"{requirement.name}{requirement.specifier} is required, {installed} is "
+                "installed"
             )
     return problems
 

@@ -160,7 +160,8 @@ def judge_writes(
         if failed:
             rank, item = min(failed.items())
             value = (
-                f"{name_ranks(failed)} cannot write to {item.path} ({hosts[rank]}): {item.problem}"
+                f"{name_ranks(failed)} cannot write to {item.path} ({hosts[rank]}): "
+                f"{item.problem}"
             )
             remedy = f"Check ls -ld {item.path}, or set another folder in the recipe"
             findings.append(Finding(SECTION, use, "fail", value, remedy))

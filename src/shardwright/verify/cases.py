@@ -84,8 +84,8 @@ def choose_cases(tied: bool, *, full: bool) -> list[Case]:
     recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")
     if full:
         return [
-            Case(accumulation, recompute, is_tied, dropout, documents=accumulation != 2)
-            for accumulation, recompute, is_tied, dropout in product(
+            Case(accumulation, recompute, tied_embeddings, dropout, documents=accumulation != 2)
+            for accumulation, recompute, tied_embeddings, dropout in product(
                 (1, 2, 3), recomputes, (tied, not tied), (False, True)
             )
         ]
@@ -176,7 +176,7 @@ def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]
             f"no number of ranks from 2 to {most_ranks} fits this layout",
             field="--layout",
             got=text,
-            remedy=f"The layout needs a multiple of {degrees} ranks, at most --nproc; raise --nproc",
+            remedy=f"Raise --nproc: the layout needs a multiple of {degrees} ranks",
         )
     return layouts
 
