@@ -206,7 +206,7 @@ def test_under_a_launcher_the_rank_that_is_missing_ends_the_examination() -> Non
     launcher = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = run_doctor("--device", "cpu", "--timeout", "3", **launcher)
     assert done.returncode == ExitCode.CHECK_FAILED
-    assert f"rank 1 of 2 did not come to 127.0.0.1:{port}" in " ".join(done.stdout.split())
+    assert f"rank 1 of 2 did not reach 127.0.0.1:{port}" in " ".join(done.stdout.split())
     done = run_doctor("--device", "cpu", "--timeout", "3", **launcher | {"RANK": "1", "LOCAL_RANK": "1"})
     assert done.returncode == ExitCode.CHECK_FAILED
     assert f"127.0.0.1:{port} was not reached" in done.stderr

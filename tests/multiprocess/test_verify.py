@@ -130,7 +130,7 @@ def test_the_verb_fails_with_exit_code_1(
         (["--layout", "tp=3"], "4 heads do not divide by 3"),
         (["--layout", "dp_shard=5"], "no number of ranks from 2 to 4 fits"),
         (["--dtype", "float16"], "not a supported dtype"),
-        (["--num-layers", "9"], "a cut cannot add layers"),
+        (["--num-layers", "9"], "cannot add layers to the model"),
     ],
 )
 def test_wrong_input_is_told_before_any_rank_starts(

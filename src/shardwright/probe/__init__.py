@@ -1,6 +1,7 @@
-"""Is this cluster fit for a long run? Versions, devices, hosts, rates, links and peers, each judged; and rates for the planner.
+"""Checks of a cluster before a long run, and measured rates for the planner.
 
-Every module measures one thing on one rank (`read_...`, `time_...`) and judges what all ranks have found (`judge_...`); judging
-needs no torch and no peers, so it is tested on recorded numbers. `examination` is what one rank does, in order; `doctor` starts
-the ranks and puts their reports together.
+Each module measures one subject on one rank (`read_...`, `time_...`) and judges the results of
+all ranks (`judge_...`). Judging needs neither torch nor peers, so tests use recorded numbers.
+`examination` runs the stages of one rank in order; `doctor` starts the ranks and joins their
+reports.
 """

@@ -1,8 +1,10 @@
-"""Collectives by size over each group that a layout uses, as bus bandwidth beside the link's peak.
+"""Bus bandwidth of collectives by message size over each group of a layout.
 
-Bus bandwidth is nccl-tests' (doc/PERFORMANCE.md): bytes/s of the message times what each rank must send for one byte of it, so that
-the number is the link's whatever the collective and however many ranks. Messages are counted as `hardware.profile` says. All groups
-of an axis run at the same time, as they do in training. A time is that of the group's slowest rank, in the best of several rounds.
+Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): bytes/s of the message times the bytes
+that each rank must send per byte of it, so it compares with the link's peak for any collective
+and number of ranks. `hardware.profile` defines the message bytes. All groups of an axis run at
+the same time, as in training. A time is that of the group's slowest rank in the best of several
+rounds.
 """
 
 from __future__ import annotations
@@ -38,30 +40,33 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "broadcast": (0.4, 0.2),
     "send": (0.4, 0.2),
 }
-"""Shares of the link's peak below which the largest message warns and fails; a ring reaches 75 to 92% of it, the rest less."""
+"""Shares of the link's peak below which the largest message warns and fails.
+
+A ring reaches 75 to 92% of the peak, other algorithms less.
+"""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of an axis: `axes` has every name of this way of cutting the ranks."""
+    """All groups of an axis; `axes` are all names of this partition of the ranks."""
 
     axes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
 
     @property
     def name(self) -> str:
-        """As a person calls it: dp_shard = fsdp."""
+        """Names of the axis for display: `dp_shard = fsdp`."""
         return " = ".join(self.axes)
 
     @property
     def size(self) -> int:
-        """Ranks of a group."""
+        """Number of ranks of a group."""
         return len(self.groups[0])
 
 
 @dataclass(frozen=True)
 class GroupTime:
-    """Seconds that one collective over `ranks` took as one of them saw it."""
+    """Seconds of one collective over `ranks`, measured on one of them."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -71,7 +76,7 @@ class GroupTime:
 
 
 def groups_of(layout: Layout) -> list[Groups]:
-    """The groups that a layout exchanges over, each way of cutting the ranks once; and all ranks, which every step agrees over.
+    """List the groups over which a layout communicates, each partition once, and all ranks.
 
     >>> [groups.name for groups in groups_of(Layout(dp_shard=2, tp=2, zero_stage=3))]
     ['dp_shard = fsdp', 'tp', 'all']
@@ -79,18 +84,18 @@ def groups_of(layout: Layout) -> list[Groups]:
     ['dp_shard = fsdp = all']
     """
     grid = RankGrid(layout)
-    found: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    axes_by_groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for axis in (*AXES, "fsdp", "efsdp", "ep"):
-        expert = axis in ("efsdp", "ep")
-        if layout.degree(axis) > 1 and not (expert and layout.ep == 1):
-            found.setdefault(tuple(grid.groups([axis])), []).append(axis)
+        is_expert_axis = axis in ("efsdp", "ep")
+        if layout.degree(axis) > 1 and not (is_expert_axis and layout.ep == 1):
+            axes_by_groups.setdefault(tuple(grid.groups([axis])), []).append(axis)
     if layout.world_size > 1:
-        found.setdefault((tuple(range(layout.world_size)),), []).append("all")
-    return [Groups(tuple(axes), groups) for groups, axes in found.items()]
+        axes_by_groups.setdefault((tuple(range(layout.world_size)),), []).append("all")
+    return [Groups(tuple(axes), groups) for groups, axes in axes_by_groups.items()]
 
 
 def whole_bytes(num_bytes: float, num_ranks: int) -> int:
-    """The message nearest to a size that every rank can share evenly."""
+    """Round a message to the nearest size that divides evenly among the ranks."""
     unit = _ITEM_BYTES * num_ranks
     return max(1, round(num_bytes / unit)) * unit
 
@@ -106,27 +111,28 @@ def time_collective(
     rounds: int = 4,
     seconds: float = 0.1,
 ) -> GroupTime:
-    """Seconds of one collective on this rank; every member calls this alike.
+    """Measure one collective on this rank; every member calls this with the same arguments.
 
     Args:
-        rounds: of which the best counts.
-        seconds: about what all rounds together may take, by the members' common first measurement.
-            A collective that takes as long by itself is called twice, once to warm up.
+        rounds: number of rounds; the best counts.
+        seconds: approximate time of all rounds together, from a first measurement on all
+            members. A collective that takes this long by itself is called twice: warmup, timed.
     """
     work = _prepare(kind, group, ranks, message_bytes, device)
 
     def round_seconds(calls: int) -> float:
         _line_up(group, device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(calls):
             work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     round_seconds(1)
     first = torch.tensor([round_seconds(1)], dtype=torch.float64, device=device)
-    dist.all_reduce(first, op=dist.ReduceOp.MAX, group=group)  # members must agree on the number of calls
+    # All members must make the same number of calls.
+    dist.all_reduce(first, op=dist.ReduceOp.MAX, group=group)
     if float(first) >= seconds:
         return GroupTime(axis, tuple(ranks), kind, message_bytes, float(first))
     calls = min(200, max(1, int(seconds / rounds / max(float(first), 1e-6))))
@@ -135,7 +141,7 @@ def time_collective(
 
 
 def _line_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Members begin together."""
+    """Synchronise the members, so that they start together."""
     token = torch.zeros(1, device=device)
     dist.all_reduce(token, group=group)
     if device.type == "cuda":
@@ -143,10 +149,15 @@ def _line_up(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _prepare(
-    kind: CollectiveKind, group: dist.ProcessGroup, ranks: Sequence[int], message_bytes: int, device: torch.device
+    kind: CollectiveKind,
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    message_bytes: int,
+    device: torch.device,
 ) -> Callable[[], object]:
-    """What one call does, its buffers made beforehand."""
-    size, me = len(ranks), list(ranks).index(dist.get_rank())
+    """Allocate the buffers of a collective and return the function of one call."""
+    size = len(ranks)
+    member = list(ranks).index(dist.get_rank())
     whole = torch.ones(message_bytes // _ITEM_BYTES, dtype=torch.float32, device=device)
     part = torch.ones(max(1, whole.numel() // size), dtype=torch.float32, device=device)
     if kind == "all_reduce":
@@ -156,21 +167,27 @@ def _prepare(
     if kind == "reduce_scatter":
         return lambda: reduce_scatter_single(part, whole, group=group)
     if kind == "all_to_all":
-        other = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(other, whole, group=group)
+        output = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(output, whole, group=group)
     if kind == "broadcast":
         return lambda: dist.broadcast(whole, src=ranks[0], group=group)
-    # Members of even number send to the next, which answers with one element: the sender's time is that of the whole way.
-    peer, answer = me ^ 1, torch.ones(1, device=device)
+    # Even members send to the next one, which replies with one element: the sender times both.
+    peer = member ^ 1
+    answer = torch.ones(1, device=device)
     if peer >= size:
         return lambda: None
-    return lambda: send_or_receive(whole, answer, ranks[peer], sends=me % 2 == 0, group=group)
+    return lambda: send_or_receive(whole, answer, ranks[peer], sends=member % 2 == 0, group=group)
 
 
 def send_or_receive(
-    message: torch.Tensor, answer: torch.Tensor, peer: int, *, sends: bool, group: dist.ProcessGroup | None = None
+    message: torch.Tensor,
+    answer: torch.Tensor,
+    peer: int,
+    *,
+    sends: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """One message to a peer and one element back, or the other side of it."""
+    """Send a message to a peer and receive a reply of one element, or the reverse."""
     if sends:
         dist.send(message, dst=peer, group=group)
         dist.recv(answer, src=peer, group=group)
@@ -180,24 +197,30 @@ def send_or_receive(
 
 
 def merge_times(times: Mapping[int, Sequence[GroupTime]]) -> list[GroupTime]:
-    """One time per group, collective and size: the slowest member's."""
+    """Merge the ranks' times into one per group, collective and size: the slowest member's."""
     merged: dict[tuple[str, tuple[int, ...], CollectiveKind, int], float] = {}
-    for found in times.values():
-        for one in found:
-            key = (one.axis, one.ranks, one.kind, one.message_bytes)
-            merged[key] = max(merged.get(key, 0.0), one.seconds)
-    return [GroupTime(axis, ranks, kind, size, seconds) for (axis, ranks, kind, size), seconds in merged.items()]
+    for rank_times in times.values():
+        for measured in rank_times:
+            key = (measured.axis, measured.ranks, measured.kind, measured.message_bytes)
+            merged[key] = max(merged.get(key, 0.0), measured.seconds)
+    return [
+        GroupTime(axis, ranks, kind, size, seconds)
+        for (axis, ranks, kind, size), seconds in merged.items()
+    ]
 
 
 def rate_of(one: GroupTime, ranks_per_node: int) -> CollectiveRate:
-    """The same as the planner reads it."""
+    """Convert a group's time to the form that the planner reads."""
     return CollectiveRate(one.kind, len(one.ranks), ranks_per_node, one.message_bytes, one.seconds)
 
 
-def link_between(device_name: str, ranks_per_node: int, num_ranks: int, inter: str | None) -> Link | None:
-    """The link that a group must cross, where the catalogue knows the device; `inter` names that between nodes.
+def link_between(
+    device_name: str, ranks_per_node: int, num_ranks: int, inter: str | None
+) -> Link | None:
+    """Find the slowest link of a group in the catalogue; None for an unknown device or link.
 
-    Within a node the catalogue's link of the usual machine is taken; one that has only PCIe then falls far short, and is told.
+    `inter` names the link between nodes. Within a node it is the link of the device's usual
+    machine, so a machine with PCIe only falls far below it and gets a warning.
     """
     try:
         node = find_node(device_name)
@@ -209,57 +232,104 @@ def link_between(device_name: str, ranks_per_node: int, num_ranks: int, inter: s
 
 
 def judge_collectives(
-    merged: Sequence[GroupTime], per_node: Mapping[tuple[int, ...], int], device_name: str | None, inter: str | None
+    merged: Sequence[GroupTime],
+    per_node: Mapping[tuple[int, ...], int],
+    device_name: str | None,
+    inter: str | None,
 ) -> list[Finding]:
-    """A line per axis and collective: bus bandwidth by size, the largest beside the link's peak; then groups unlike the others."""
+    """Judge each collective over each axis against the link's peak, then groups of an axis."""
     findings = []
-    for axis, kind in dict.fromkeys((one.axis, one.kind) for one in merged):
-        alike = [one for one in merged if (one.axis, one.kind) == (axis, kind)]
-        sizes = sorted({one.message_bytes for one in alike})
-        slowest = {size: max((one for one in alike if one.message_bytes == size), key=lambda one: one.seconds) for size in sizes}
-        bus = {size: rate_of(one, per_node[one.ranks]).bus_bytes_per_second for size, one in slowest.items()}
-        ranks = alike[0].ranks
-        link = None if device_name is None else link_between(device_name, per_node[ranks], len(ranks), inter)
-        told = f"{_digits(bus[sizes[-1]])} GB/s at {format_bytes(sizes[-1])}"
+    for axis, kind in dict.fromkeys((group_time.axis, group_time.kind) for group_time in merged):
+        selected = [
+            group_time
+            for group_time in merged
+            if (group_time.axis, group_time.kind) == (axis, kind)
+        ]
+        sizes = sorted({group_time.message_bytes for group_time in selected})
+        slowest = {
+            size: max(
+                (group_time for group_time in selected if group_time.message_bytes == size),
+                key=lambda group_time: group_time.seconds,
+            )
+            for size in sizes
+        }
+        bus = {
+            size: rate_of(group_time, per_node[group_time.ranks]).bus_bytes_per_second
+            for size, group_time in slowest.items()
+        }
+        ranks = selected[0].ranks
+        link = (
+            None
+            if device_name is None
+            else link_between(device_name, per_node[ranks], len(ranks), inter)
+        )
+        value = f"{_digits(bus[sizes[-1]])} GB/s at {format_bytes(sizes[-1])}"
         verdict: Verdict = "pass"
         remedy = ""
         if link is not None:
             share = bus[sizes[-1]] / link.bytes_per_second
-            told += f", {share:.0%} of {link.name}"
+            value += f", {share:.0%} of {link.name}"
             verdict = graded(share, warn=_LIMITS[kind][0], fail=_LIMITS[kind][1])
-            remedy = "NCCL_DEBUG=INFO shows which way it took (NVLink, P2P, SHM, IB, Socket); nvidia-smi topo -m, ibstat"
+            remedy = (
+                "See the transport with NCCL_DEBUG=INFO (NVLink, P2P, SHM, IB, Socket), "
+                "the topology with nvidia-smi topo -m and ibstat"
+            )
         numbers = {
             "axis": axis,
             "kind": kind,
             "num_ranks": len(ranks),
             "ranks_per_node": per_node[ranks],
             "bus_bytes_per_second": bus,
-            "seconds": {size: one.seconds for size, one in slowest.items()},
+            "seconds": {size: group_time.seconds for size, group_time in slowest.items()},
             "link": None if link is None else link.name,
             "peak_bytes_per_second": None if link is None else link.bytes_per_second,
         }
-        findings.append(Finding(SECTION, f"{kind} over {axis}", verdict, told, remedy if verdict != "pass" else "", numbers))
+        if verdict == "pass":
+            remedy = ""
+        findings.append(Finding(SECTION, f"{kind} over {axis}", verdict, value, remedy, numbers))
     return [*findings, *_judge_groups(merged)]
 
 
 def _judge_groups(merged: Sequence[GroupTime]) -> list[Finding]:
-    """Groups that are slower than the others of their axis, told once with the collective that shows it most."""
+    """Report groups slower than others of their axis, once, with the worst collective."""
     findings = []
-    for axis in dict.fromkeys(one.axis for one in merged):
+    for axis in dict.fromkeys(group_time.axis for group_time in merged):
         worst_of: dict[tuple[int, ...], tuple[float, str, Verdict]] = {}
         for kind in KINDS:
-            alike = [one for one in merged if (one.axis, one.kind) == (axis, kind)]
-            largest = max((one.message_bytes for one in alike), default=0)
-            rates = {one.ranks: largest / one.seconds for one in alike if one.message_bytes == largest}
-            for odd in find_odd(rates, LINK_LIMITS):
-                told = f"{kind} at {odd.share:.0%} of the other groups'"
-                before = worst_of.get(odd.key)
-                if before is None or odd.share < before[0]:
-                    worst_of[odd.key] = (odd.share, told, worst([odd.verdict, before[2] if before else "pass"]))
-        for ranks, (_, told, verdict) in worst_of.items():
-            remedy = f"Look at the devices and links of {name_ranks(ranks)}; the links below say which"
+            selected = [
+                group_time
+                for group_time in merged
+                if (group_time.axis, group_time.kind) == (axis, kind)
+            ]
+            largest = max((group_time.message_bytes for group_time in selected), default=0)
+            rates = {
+                group_time.ranks: largest / group_time.seconds
+                for group_time in selected
+                if group_time.message_bytes == largest
+            }
+            for slow in find_odd(rates, LINK_LIMITS):
+                value = f"{kind} at {slow.share:.0%} of the other groups' rate"
+                previous = worst_of.get(slow.key)
+                if previous is None or slow.share < previous[0]:
+                    worst_of[slow.key] = (
+                        slow.share,
+                        value,
+                        worst([slow.verdict, previous[2] if previous else "pass"]),
+                    )
+        for ranks, (_, value, verdict) in worst_of.items():
+            remedy = (
+                f"Check the devices and links of {name_ranks(ranks)}; the section links shows "
+                "which pair is slow"
+            )
             findings.append(
-                Finding(SECTION, f"slow group of {axis}: {name_ranks(ranks)}", verdict, told, remedy, {"ranks": list(ranks)})
+                Finding(
+                    SECTION,
+                    f"slow group of {axis}: {name_ranks(ranks)}",
+                    verdict,
+                    value,
+                    remedy,
+                    {"ranks": list(ranks)},
+                )
             )
     return findings
 

@@ -1,4 +1,4 @@
-"""The production checklist: what a long run needs, each point checked, with the command that mends it. Nothing is started."""
+"""Checklist for a long run of a recipe: each point checked, with a remedy. Starts nothing."""
 
 from __future__ import annotations
 
@@ -39,20 +39,30 @@ from shardwright.train.saving import find_start
 from shardwright.units import format_bytes, format_count, format_seconds
 
 _MOST_EPOCHS = 4.0
-"""Repeating data up to four times is about as good as fresh data (Muennighoff et al. 2023, arXiv 2305.16264)."""
+"""Epochs up to which repeated data is about as good as new data.
+
+Source: Muennighoff et al. 2023, arXiv 2305.16264.
+"""
 _RESTART_SECONDS = 300.0
-"""From a failure to the next useful step: noticing, starting processes, loading."""
-_SAVE_SECONDS, _COPY_BYTES_PER_SECOND = 0.2, 2e9
-"""How long training waits for a background save: a meeting of the ranks, and a copy of what each holds to host memory."""
+"""Seconds from a failure to the next useful step: detection, start of processes, loading."""
+_SAVE_SECONDS = 0.2
+_COPY_BYTES_PER_SECOND = 2e9
+"""Time that training waits for a background save.
+
+A synchronisation of the ranks and a copy of each rank's part to host memory.
+"""
 _MOST_LOST = 0.02
 _NEGLIGIBLE_SECONDS = 60.0
-"""Of a whole run: not worth a word."""
+"""Lost seconds in a whole run that are not worth a warning."""
 _STEPS_COUNTED = 50
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe on so many ranks; what several checks need is worked out once. `path` is how commands name the recipe."""
+    """Recipe and world size, with cached values that several checks use.
+
+    `path` is the recipe's path as commands show it.
+    """
 
     given: Recipe
     world_size: int
@@ -60,7 +70,7 @@ class Case:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """With the layout that the planner chose where the recipe leaves it to it."""
+        """Recipe with the planner's choice in place of an automatic layout."""
         if not self.given.layout.auto:
             return self.given
         section = self.given.cluster or cluster_here(self.given, self.world_size)
@@ -69,22 +79,22 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        """Raises InputError where the layout or the batch does not come out."""
+        """Plan of the recipe; raises InputError if layout or batch is not consistent."""
         return resolve(self.recipe, self.world_size)
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Raises ArchitectureError for a model that we refuse."""
+        """Shape of the model; raises ArchitectureError for an unsupported model."""
         return shape_of(self.given)
 
     @cached_property
     def folder(self) -> RunFolder:
-        """Where the run writes."""
+        """Folder of the run."""
         return RunFolder.of(self.given)
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """Of the planner; None where neither the recipe names a cluster nor this machine has a GPU of the catalogue."""
+        """Planner's prediction; None without a cluster in the recipe or a known GPU here."""
         section = self.recipe.cluster
         if section is None:
             try:
@@ -103,9 +113,13 @@ class Case:
 
     @cached_property
     def step_seconds(self) -> tuple[float, str] | None:
-        """Of one optimizer step, and whether that was measured by an earlier run in the run folder or is predicted."""
+        """Seconds of an optimizer step, and their source: `measured` or `predicted`."""
         with suppress(ShardwrightError):
-            steps = [event.step_seconds for event in read_events(self.folder.path) if isinstance(event, Step)]
+            steps = [
+                event.step_seconds
+                for event in read_events(self.folder.path)
+                if isinstance(event, Step)
+            ]
             if steps:
                 return median(steps[-_STEPS_COUNTED:]), "measured"
         with suppress(InputError):
@@ -115,25 +129,30 @@ class Case:
 
     @cached_property
     def checkpoint_bytes(self) -> float:
-        """Of one checkpoint: master weights and the optimizer's states of all parameters."""
+        """Bytes of one checkpoint: master weights and optimizer states of all parameters."""
         candidate = template_of(self.given)
-        return self.shape.num_parameters * (candidate.master_bytes + STATE_BYTES[candidate.optimizer])
+        return self.shape.num_parameters * (
+            candidate.master_bytes + STATE_BYTES[candidate.optimizer]
+        )
 
     @cached_property
     def checked(self) -> Checked | None:
-        """The recipe held against its data, once that is tokenised; None before."""
+        """Result of checking the recipe with its data; None until the data is tokenised."""
         return check(self.recipe, self.world_size) if is_prepared(self.given) else None
 
 
 def _with_its_precision(recipe: Recipe) -> Recipe:
-    """The recipe with the precision that a run or a resumed run would have, where it says `auto`."""
-    with suppress(InputError):  # an unknown cluster is a finding of its own
+    """Replace the precision `auto` with the one that a run or a resumed run would use."""
+    with suppress(InputError):  # another check reports an unknown cluster
         return settle_precision(recipe, foresee_precision(recipe))
     return settle_precision(recipe, choose_precision_here(recipe))
 
 
 def check_recipe(recipe: Recipe, world_size: int, path: str) -> tuple[Finding, ...]:
-    """Every point of the checklist for a recipe on `world_size` ranks; what cannot be checked is told with what it waits for."""
+    """Run the checklist for a recipe on `world_size` ranks.
+
+    A finding that cannot be checked yet names what is missing.
+    """
     case = Case(_with_its_precision(recipe), world_size, path)
     checks: tuple[tuple[str, str, Callable[[Case], Iterator[Finding]]], ...] = (
         ("layout", "layout fits the model", _check_layout),
@@ -149,17 +168,22 @@ def check_recipe(recipe: Recipe, world_size: int, path: str) -> tuple[Finding, .
         ("recovery", "seed", _check_seed),
     )
     findings = []
-    for section, name, found in checks:
+    for section, name, run_check in checks:
         try:
-            findings += list(found(case))
+            findings += list(run_check(case))
         except InputError as error:
-            if any(known.value == error.problem or known.value.startswith(str(error.field)) for known in findings):
-                continue  # what several checks need is told by the first
+            if any(
+                known.value == error.problem or known.value.startswith(str(error.field))
+                for known in findings
+            ):
+                continue  # the first of several checks with this error reports it
             field = f"{error.field}: " if error.field else ""
             got = f" (got {error.got})" if error.got is not None else ""
             allowed = f"; allowed: {error.allowed}" if error.allowed else ""
-            remedy = error.remedy or f"Mend {error.field or 'the recipe'} in {path}"
-            findings.append(Finding(section, name, "fail", f"{field}{error.problem}{got}{allowed}", remedy))
+            remedy = error.remedy or f"Fix {error.field or 'the recipe'} in {path}"
+            findings.append(
+                Finding(section, name, "fail", f"{field}{error.problem}{got}{allowed}", remedy)
+            )
     return tuple(findings)
 
 
@@ -167,219 +191,314 @@ def _check_layout(case: Case) -> Iterator[Finding]:
     plan = case.plan
     placement.check(case.shape, plan.layout, plan.batch.sequence_length)
     batch = plan.batch
-    chosen = "chosen by the planner: " if case.given.layout.auto else ""
-    told = (
-        f"{chosen}{plan.layout} on {case.world_size} ranks; {batch.micro_batch_size} sequences x {batch.data_ranks} data ranks x "
+    prefix = "chosen by the planner: " if case.given.layout.auto else ""
+    value = (
+        f"{prefix}{plan.layout} on {case.world_size} ranks; "
+        f"{batch.micro_batch_size} sequences x {batch.data_ranks} data ranks x "
+        f"{batch.gradient_accumulation_steps} = {batch.global_batch_size} sequences per step"
     )
-    told += f"{batch.gradient_accumulation_steps} = {batch.global_batch_size} a step"
-    yield Finding("layout", "layout fits the model", "pass", told)
+    yield Finding("layout", "layout fits the model", "pass", value)
 
 
 def _check_memory(case: Case) -> Iterator[Finding]:
     prediction = case.prediction
     if prediction is None:
-        remedy = f"Name the devices: --set cluster=8xH100-80GB; `shardwright plan {case.path} --cluster ...` shows what fits"
-        yield Finding("layout", "memory", "warn", "not predicted: the recipe names no cluster and no known GPU is here", remedy)
+        value = "not predicted: the recipe names no cluster, and this machine has no known GPU"
+        remedy = (
+            "Name the devices, such as --set cluster=8xH100-80GB; "
+            f"`shardwright plan {case.path} --cluster ...` shows which layouts fit"
+        )
+        yield Finding("layout", "memory", "warn", value, remedy)
         return
-    total, capacity = prediction.memory.total, prediction.memory_capacity_bytes
+    total = prediction.memory.total
+    capacity = prediction.memory_capacity_bytes
     verdict: Verdict = "warn" if prediction.is_tight else "pass" if prediction.fits else "fail"
-    told = prediction.warning or f"{format_bytes(total)} predicted of {format_bytes(capacity)} a device"
+    value = prediction.warning
+    value = value or f"{format_bytes(total)} predicted of {format_bytes(capacity)} per device"
     cluster = case.recipe.cluster.node if case.recipe.cluster else "..."
-    remedy = "" if verdict == "pass" else f"shardwright plan {case.path} --cluster {cluster}: the cheapest change that fits"
-    yield Finding("layout", "memory", verdict, told, remedy, {"predicted_bytes": total, "capacity_bytes": capacity})
+    remedy = ""
+    if verdict != "pass":
+        command = f"shardwright plan {case.path} --cluster {cluster}"
+        remedy = f"{command} shows the cheapest change that fits"
+    numbers = {"predicted_bytes": total, "capacity_bytes": capacity}
+    yield Finding("layout", "memory", verdict, value, remedy, numbers)
 
 
 def _check_data(case: Case) -> Iterator[Finding]:
     recipe = case.given
     if any("://" in source.path for source in (*recipe.data.sources, *recipe.data.validation)):
-        told = "sources behind a URL are fetched and tokenised before the first step, with every rank waiting"
-        yield Finding("data", "data cache", "warn", told, f"shardwright data {case.path}")
+        value = "sources behind a URL are downloaded and tokenised first, while all ranks wait"
+        yield Finding("data", "data cache", "warn", value, f"shardwright data {case.path}")
         return
     checked = case.checked
     if checked is None:
-        told = "not tokenised yet: the first start does it, with every rank waiting"
-        yield Finding("data", "data cache", "warn", told, f"shardwright data {case.path}")
+        value = "not tokenised yet; the first start does that while all ranks wait"
+        yield Finding("data", "data cache", "warn", value, f"shardwright data {case.path}")
         return
-    data, batch = checked.data, checked.plan.batch
-    yield Finding("data", "data cache", "pass", f"{len(data.train):,} samples of {batch.sequence_length:,} tokens are ready")
+    data = checked.data
+    batch = checked.plan.batch
+    yield Finding(
+        "data",
+        "data cache",
+        "pass",
+        f"{len(data.train):,} samples of {batch.sequence_length:,} tokens are ready",
+    )
     if data.report.tokenizer_kind == "none":
-        fits = f"no tokenizer: token ids in a vocabulary of {checked.shape.vocab_size:,}"
+        vocabulary = f"no tokenizer; token ids fit a vocabulary of {checked.shape.vocab_size:,}"
     else:
-        fits = f"{data.tokenizer.vocab_size:,} ids in a vocabulary of {checked.shape.vocab_size:,}"
+        num_ids = data.tokenizer.vocab_size
+        vocabulary = f"{num_ids:,} ids fit a vocabulary of {checked.shape.vocab_size:,}"
     template = f"; chat template: {data.report.template}" if data.report.template else ""
-    yield Finding("data", "tokenizer and template", "pass", fits + template)
-    needed = checked.total_steps * batch.global_batch_size
-    epochs = needed / len(data.train)
-    told = f"{checked.total_steps:,} steps x {batch.global_batch_size:,} sequences see each sample {epochs:.3g} times"
+    yield Finding("data", "tokenizer and template", "pass", vocabulary + template)
+    num_needed = checked.total_steps * batch.global_batch_size
+    epochs = num_needed / len(data.train)
+    value = (
+        f"{checked.total_steps:,} steps x {batch.global_batch_size:,} sequences read each "
+        f"sample {epochs:.3g} times"
+    )
     verdict: Verdict = "pass" if epochs <= _MOST_EPOCHS else "warn"
     enough = max(1, int(_MOST_EPOCHS * len(data.train) / batch.global_batch_size))
-    remedy = "" if verdict == "pass" else f"Add data, or --set training.max_steps={enough} ({_MOST_EPOCHS:g} epochs)"
-    yield Finding("data", "enough samples", verdict, told, remedy, {"epochs": epochs})
+    remedy = (
+        ""
+        if verdict == "pass"
+        else f"Add data, or --set training.max_steps={enough} ({_MOST_EPOCHS:g} epochs)"
+    )
+    yield Finding("data", "enough samples", verdict, value, remedy, {"epochs": epochs})
 
 
 def _check_validation(case: Case) -> Iterator[Finding]:
     recipe = case.given
     if not recipe.data.validation and not recipe.data.validation_fraction:
-        told = "none: nobody will see the run overfit, and no best checkpoint is kept"
-        yield Finding("data", "validation", "warn", told, "--set data.validation_fraction=0.01")
+        value = "no validation data: overfitting is not detected, no best checkpoint is kept"
+        remedy = "--set data.validation_fraction=0.01"
+        yield Finding("data", "validation", "warn", value, remedy)
         return
-    where = "its own sources" if recipe.data.validation else f"{recipe.data.validation_fraction:.2%} of the sources"
+    source = f"{recipe.data.validation_fraction:.2%} of the training sources"
+    if recipe.data.validation:
+        source = "separate sources"
     every = recipe.evaluation.every_steps
     if every is None:
         remedy = "--set evaluation.every_steps=500"
-        yield Finding("data", "validation", "warn", f"{where}, but evaluated only at the end", remedy)
+        value = f"{source}, but evaluated only at the end"
+        yield Finding("data", "validation", "warn", value, remedy)
     else:
-        yield Finding("data", "validation", "pass", f"{where}, every {every:,} steps")
+        yield Finding("data", "validation", "pass", f"{source}, every {every:,} steps")
 
 
 def _check_weights(case: Case) -> Iterator[Finding]:
+    num_parameters = format_count(case.shape.num_parameters)
     if not case.given.model.pretrained:
-        yield Finding(
-            "model", "weights", "pass", f"{format_count(case.shape.num_parameters)} parameters, initialised from the seed"
-        )
+        value = f"{num_parameters} parameters, initialised from the seed"
+        yield Finding("model", "weights", "pass", value)
         return
     assert case.given.model.path is not None
     WeightsFolder(case.given.model.path).check(case.shape)
-    told = f"{case.given.model.path} holds all {format_count(case.shape.num_parameters)} parameters"
-    yield Finding("model", "weights", "pass", told)
+    value = f"{case.given.model.path} contains all {num_parameters} parameters"
+    yield Finding("model", "weights", "pass", value)
 
 
 def _check_checkpoints(case: Case) -> Iterator[Finding]:
-    section, place = case.given.checkpoint, case.folder.checkpoints
-    one = case.checkpoint_bytes
-    kept = section.keep_last + 1 + int(section.keep_best)  # the one being written lies beside those that are kept
-    yield Finding(
-        "checkpoints", "size", "pass", f"{format_bytes(one)} each, {kept} at a time", numbers={"bytes": one, "kept": kept}
-    )
-    if not isinstance(place, Path):
+    section = case.given.checkpoint
+    folder = case.folder.checkpoints
+    checkpoint_bytes = case.checkpoint_bytes
+    # The checkpoint being written exists besides those that are kept.
+    num_checkpoints = section.keep_last + 1 + int(section.keep_best)
+    value = f"{format_bytes(checkpoint_bytes)} each, {num_checkpoints} at a time"
+    numbers = {"bytes": checkpoint_bytes, "kept": num_checkpoints}
+    yield Finding("checkpoints", "size", "pass", value, numbers=numbers)
+    if not isinstance(folder, Path):
         try:
-            probe = place / f".shardwright-doctor-{secrets.token_hex(4)}"
-            disk = disk_of(place)
-            disk.make_folder(place)
+            probe = folder / f".shardwright-doctor-{secrets.token_hex(4)}"
+            disk = disk_of(folder)
+            disk.make_folder(folder)
             write_file(probe, b"probe", disk)
             disk.remove(probe)
         except (OSError, CheckpointError) as error:
-            told = f"{place} cannot be written: {error}"
-            yield Finding(
-                "checkpoints", "checkpoint folder", "fail", told, "Look at credentials and bucket, or --set checkpoint.dir=..."
-            )
+            value = f"cannot write to {folder}: {error}"
+            remedy = "Check credentials and bucket, or --set checkpoint.dir=..."
+            yield Finding("checkpoints", "checkpoint folder", "fail", value, remedy)
             return
-        yield Finding("checkpoints", "checkpoint folder", "pass", f"{place} takes files")
+        yield Finding("checkpoints", "checkpoint folder", "pass", f"{folder} is writable")
         return
-    written = time_write(Folder("checkpoints", str(place), True))
-    if written.problem:
-        told = f"{written.path} cannot be written: {written.problem}"
-        yield Finding("checkpoints", "checkpoint folder", "fail", told, "--set checkpoint.dir=FOLDER, or mend its permissions")
+    result = time_write(Folder("checkpoints", str(folder), True))
+    if result.problem:
+        value = f"cannot write to {result.path}: {result.problem}"
+        remedy = "--set checkpoint.dir=FOLDER, or fix its permissions"
+        yield Finding("checkpoints", "checkpoint folder", "fail", value, remedy)
         return
-    free = shutil.disk_usage(existing(place)).free
-    saved = (
-        f"{written.bytes_per_second / 1e6:.3g} MB/s with fsync, {format_seconds(one / written.bytes_per_second)} a save by one rank"
+    free = shutil.disk_usage(existing(folder)).free
+    save_seconds = checkpoint_bytes / result.bytes_per_second
+    value = (
+        f"{result.path}: {format_bytes(free)} free, "
+        f"{format_bytes(num_checkpoints * checkpoint_bytes)} needed; "
+        f"{result.bytes_per_second / 1e6:.3g} MB/s with fsync, "
+        f"{format_seconds(save_seconds)} per save by one rank"
     )
-    told = f"{written.path}: {format_bytes(free)} free for {format_bytes(kept * one)}; {saved}"
-    verdict: Verdict = "pass" if free > 1.1 * kept * one else "fail"
-    fits = max(0, int(free / one) - 1 - int(section.keep_best))
-    remedy = (
-        f"Make room, --set checkpoint.dir=FOLDER, or --set checkpoint.keep_last={fits}"
-        if fits
-        else "Make room, or name another disk"
+    verdict: Verdict = "pass" if free > 1.1 * num_checkpoints * checkpoint_bytes else "fail"
+    keep_last = max(0, int(free / checkpoint_bytes) - 1 - int(section.keep_best))
+    remedy = "Free space, or --set checkpoint.dir=FOLDER on another disk"
+    if keep_last:
+        remedy += f", or --set checkpoint.keep_last={keep_last}"
+    numbers = {
+        "free_bytes": free,
+        "needed_bytes": num_checkpoints * checkpoint_bytes,
+        "bytes_per_second": result.bytes_per_second,
+    }
+    yield Finding(
+        "checkpoints",
+        "checkpoint folder",
+        verdict,
+        value,
+        "" if verdict == "pass" else remedy,
+        numbers,
     )
-    numbers = {"free_bytes": free, "needed_bytes": kept * one, "bytes_per_second": written.bytes_per_second}
-    yield Finding("checkpoints", "checkpoint folder", verdict, told, "" if verdict == "pass" else remedy, numbers)
     if section.keep_every is not None and case.given.training.max_steps is not None:
         count = case.given.training.max_steps // section.keep_every
-        if free < (kept + count) * one:
-            told = f"{count} kept for good want {format_bytes(count * one)} more"
-            yield Finding("checkpoints", "keep_every", "warn", told, f"--set checkpoint.keep_every={2 * section.keep_every}")
+        if free < (num_checkpoints + count) * checkpoint_bytes:
+            more = format_bytes(count * checkpoint_bytes)
+            value = f"{count} permanently kept checkpoints need {more} more"
+            remedy = f"--set checkpoint.keep_every={2 * section.keep_every}"
+            yield Finding("checkpoints", "keep_every", "warn", value, remedy)
 
 
 def _check_interval(case: Case) -> Iterator[Finding]:
-    every, name = case.given.checkpoint.every_steps, "saved often enough"
-    known = case.step_seconds
-    if known is None:
+    every = case.given.checkpoint.every_steps
+    name = "saved often enough"
+    step_time = case.step_seconds
+    if step_time is None:
         if every is None:
             remedy = "--set checkpoint.every_steps=500"
-            yield Finding("checkpoints", name, "warn", "saves only at the end, on a stop, and where validation improves", remedy)
+            value = "saves only at the end, on a stop, and when validation improves"
         else:
-            remedy = "Name the devices (--set cluster=...), or run a few steps: then the time of a step is known"
-            yield Finding("checkpoints", name, "warn", f"every {every:,} steps, of unknown length", remedy)
+            remedy = "Name the devices (--set cluster=...) or run a few steps to measure their time"
+            value = f"every {every:,} steps of unknown duration"
+        yield Finding("checkpoints", name, "warn", value, remedy)
         return
-    step, source = known
-    between = seconds_between_failures(case.world_size)
-    save = _SAVE_SECONDS + case.checkpoint_bytes / case.world_size / _COPY_BYTES_PER_SECOND
-    best_steps = max(1, round(best_save_interval(save, between) / step))
+    step, source = step_time
+    failure_interval = seconds_between_failures(case.world_size)
+    save_seconds = _SAVE_SECONDS + case.checkpoint_bytes / case.world_size / _COPY_BYTES_PER_SECOND
+    best_steps = max(1, round(best_save_interval(save_seconds, failure_interval) / step))
     total = (case.given.training.max_steps or 0) * step
     interval = every * step if every is not None else max(total, step)
-    lost = lost_share(interval, save, _RESTART_SECONDS, between)
-    unavoidable = lost_share(best_steps * step, save, _RESTART_SECONDS, between)
-    often = f"every {every:,} steps" if every is not None else "at the end only"
-    told = f"{often}: {format_seconds(interval)} of work at risk ({source}: {format_seconds(step)} a step); on {case.world_size} "
-    told += f"devices one failure in {format_seconds(between)} is usual, so {lost:.2%} of the time is lost"
-    told += f", {format_seconds(lost * total)} of the run" if total else ""
-    enough = lost <= max(_MOST_LOST, 1.5 * unavoidable) or lost * total < _NEGLIGIBLE_SECONDS
-    numbers = {"lost_share": lost, "best_every_steps": best_steps, "seconds_between_failures": between, "step_seconds": step}
-    remedy = "" if enough else f"--set checkpoint.every_steps={best_steps} loses {unavoidable:.2%}"
-    yield Finding("checkpoints", name, "pass" if enough else "warn", told, remedy, numbers)
+    lost_time = lost_share(interval, save_seconds, _RESTART_SECONDS, failure_interval)
+    best_lost = lost_share(best_steps * step, save_seconds, _RESTART_SECONDS, failure_interval)
+    frequency = f"every {every:,} steps" if every is not None else "at the end only"
+    value = (
+        f"{frequency}: {format_seconds(interval)} of work at risk "
+        f"({source}: {format_seconds(step)} per step); {case.world_size} devices fail about "
+        f"once in {format_seconds(failure_interval)}, so {lost_time:.2%} of the time is lost"
+    )
+    value += f", {format_seconds(lost_time * total)} of the run" if total else ""
+    is_enough = (
+        lost_time <= max(_MOST_LOST, 1.5 * best_lost) or lost_time * total < _NEGLIGIBLE_SECONDS
+    )
+    numbers = {
+        "lost_share": lost_time,
+        "best_every_steps": best_steps,
+        "seconds_between_failures": failure_interval,
+        "step_seconds": step,
+    }
+    remedy = ""
+    if not is_enough:
+        remedy = f"--set checkpoint.every_steps={best_steps} loses only {best_lost:.2%}"
+    yield Finding("checkpoints", name, "pass" if is_enough else "warn", value, remedy, numbers)
 
 
 def _check_recovery(case: Case) -> Iterator[Finding]:
     restarts = case.given.elastic.max_restarts
-    between = seconds_between_failures(case.world_size)
-    known, steps = case.step_seconds, case.given.training.max_steps
-    expected = None if known is None or steps is None else known[0] * steps / between
-    shown = "an unknown number of" if expected is None else f"{expected:.2g}"
-    told = f"at most {restarts} restarts, {shown} failures expected in the whole run"
+    failure_interval = seconds_between_failures(case.world_size)
+    step_time = case.step_seconds
+    steps = case.given.training.max_steps
+    expected = (
+        None if step_time is None or steps is None else step_time[0] * steps / failure_interval
+    )
+    expected_text = "an unknown number of" if expected is None else f"{expected:.2g}"
+    value = f"at most {restarts} restarts; {expected_text} failures expected in the run"
     if restarts or (expected is not None and expected < 0.01):
-        yield Finding("recovery", "restarts", "pass", told, numbers={"expected_failures": expected})
+        yield Finding(
+            "recovery", "restarts", "pass", value, numbers={"expected_failures": expected}
+        )
     else:
         remedy = (
-            f"--set elastic.max_restarts={max(3, round(3 * (expected or 1.0)))}, or let the scheduler start it again (--requeue)"
+            f"--set elastic.max_restarts={max(3, round(3 * (expected or 1.0)))}, or let the "
+            "scheduler restart the run (--requeue)"
         )
-        yield Finding("recovery", "restarts", "warn", told, remedy, {"expected_failures": expected})
+        yield Finding(
+            "recovery", "restarts", "warn", value, remedy, {"expected_failures": expected}
+        )
     layout = case.plan.layout
-    copies = layout.dp_replicate > 1 or layout.tp > 1 or (layout.zero_stage < 3 and layout.dp_shard > 1)
-    if copies and case.world_size >= 8 and case.given.run.replica_check_every_steps is None:
-        told = "weights that several ranks hold alike are never compared: a flipped bit would be trained on"
-        yield Finding("recovery", "replicas compared", "warn", told, "--set run.replica_check_every_steps=500")
+    has_copies = (
+        layout.dp_replicate > 1 or layout.tp > 1 or (layout.zero_stage < 3 and layout.dp_shard > 1)
+    )
+    if has_copies and case.world_size >= 8 and case.given.run.replica_check_every_steps is None:
+        value = "replicated weights are never compared: bit flips stay undetected"
+        yield Finding(
+            "recovery",
+            "replicas compared",
+            "warn",
+            value,
+            "--set run.replica_check_every_steps=500",
+        )
 
 
 def _check_timeouts(case: Case) -> Iterator[Finding]:
-    limit, known = case.given.run.timeout_seconds, case.step_seconds
-    told = f"a collective waits {format_seconds(limit)} at most, a save {format_seconds(case.given.checkpoint.timeout_seconds)}"
-    if known is not None and limit < 5 * known[0]:
-        remedy = f"--set run.timeout_seconds={round(20 * known[0])}"
-        yield Finding("recovery", "time-outs", "fail", f"{told}; a step alone takes {format_seconds(known[0])}", remedy)
+    limit = case.given.run.timeout_seconds
+    step_time = case.step_seconds
+    save_limit = case.given.checkpoint.timeout_seconds
+    value = f"{format_seconds(limit)} for a collective, {format_seconds(save_limit)} for a save"
+    if step_time is not None and limit < 5 * step_time[0]:
+        remedy = f"--set run.timeout_seconds={round(20 * step_time[0])}"
+        yield Finding(
+            "recovery",
+            "time-outs",
+            "fail",
+            f"{value}; but a step takes {format_seconds(step_time[0])}",
+            remedy,
+        )
     elif limit > 3600:
         remedy = "--set run.timeout_seconds=600"
-        yield Finding("recovery", "time-outs", "warn", f"{told}: a hang would hold all devices that long", remedy)
+        yield Finding(
+            "recovery", "time-outs", "warn", f"{value}; a hang blocks all devices that long", remedy
+        )
     else:
-        yield Finding("recovery", "time-outs", "pass", told)
+        yield Finding("recovery", "time-outs", "pass", value)
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        told = "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 lets a hang last for ever"
-        yield Finding("recovery", "NCCL's watchdog", "fail", told, "unset TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        value = "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 lets a hang last forever"
+        yield Finding(
+            "recovery", "NCCL's watchdog", "fail", value, "unset TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        )
 
 
 def _check_resume(case: Case) -> Iterator[Finding]:
     folder = case.folder
     if not folder.has_checkpoints:
-        began = folder.recipe.exists()
-        told = f"{folder.path} holds a run without a checkpoint" if began else f"{folder.path} is free: the run begins at step 0"
-        remedy = f"shardwright train {case.path} --resume begins it again, --run-dir names another folder"
-        yield Finding("recovery", "resume", "warn" if began else "pass", told, remedy if began else "")
+        if not folder.recipe.exists():
+            value = f"{folder.path} contains no run; training starts at step 0"
+            yield Finding("recovery", "resume", "pass", value)
+            return
+        value = f"{folder.path} contains a run without a checkpoint"
+        remedy = (
+            f"shardwright train {case.path} --resume starts it again; --run-dir FOLDER chooses "
+            "another folder"
+        )
+        yield Finding("recovery", "resume", "warn", value, remedy)
         return
     if case.checked is None:
-        told = f"{folder.path} holds checkpoints; whether they fit is known once the data is tokenised"
-        yield Finding("recovery", "resume", "warn", told, f"shardwright data {case.path}")
+        value = f"{folder.path} contains checkpoints; checking them requires tokenised data"
+        yield Finding("recovery", "resume", "warn", value, f"shardwright data {case.path}")
         return
-    start = find_start(case.checked, folder)  # refuses drift, by field
+    start = find_start(case.checked, folder)  # raises an error that names the drifted field
     step = 0 if start is None else start.checkpoint.manifest.step
-    yield Finding(
-        "recovery", "resume", "pass", f"--resume goes on from step {step:,} of {case.checked.total_steps:,}; nothing drifted"
-    )
+    value = f"--resume continues from step {step:,} of {case.checked.total_steps:,}; no drift"
+    yield Finding("recovery", "resume", "pass", value)
 
 
 def _check_seed(case: Case) -> Iterator[Finding]:
-    said = "seed" in case.given.model_fields_set
-    told = f"{case.given.seed}" + ("" if said else ", the default: two recipes without one see the same order and weights")
-    yield Finding(
-        "recovery", "seed", "pass" if said else "warn", told, "" if said else "--set seed=1, and write it into the recipe"
+    if "seed" in case.given.model_fields_set:
+        yield Finding("recovery", "seed", "pass", f"{case.given.seed}")
+        return
+    value = (
+        f"{case.given.seed}, the default: all recipes without a seed have the same sample "
+        "order and initial weights"
     )
+    yield Finding("recovery", "seed", "warn", value, "--set seed=1, or set it in the recipe")

@@ -1,4 +1,4 @@
-"""Do the nodes' clocks agree? Each rank's offset from rank 0's, wrong by half of the round trip at most.
+"""Offset of each rank's clock from rank 0's, with an error of at most half a round trip.
 
 Source: Cristian 1989, Probabilistic clock synchronization, Distributed Computing 3.
 """
@@ -18,67 +18,78 @@ SECTION = "peers"
 
 _ROUNDS = 6
 _LONGEST_SECONDS = 10.0
-"""After it rank 0 answers no further rank."""
-_WARN_SECONDS, _FAIL_SECONDS = 0.1, 10.0
-"""A tenth of a second mixes up the order of events of different nodes; ten make locks and file times of the data cache wrong."""
+"""Time after which rank 0 answers no further rank."""
+_WARN_SECONDS = 0.1
+_FAIL_SECONDS = 10.0
+"""Limits of the offset. 0.1 s confuses the order of events of several nodes.
+
+10 s breaks locks and file times of the data cache.
+"""
 
 
 @dataclass(frozen=True)
 class Offset:
-    """Seconds that this rank's clock is ahead of rank 0's, give or take `error_seconds`."""
+    """Seconds by which this rank's clock is ahead of rank 0's, within `error_seconds`."""
 
     seconds: float
     error_seconds: float
 
 
-def estimate_offset(store: dist.Store, rank: int, world_size: int, *, clock: Callable[[], float] = time.time) -> Offset | None:
-    """Ask rank 0 for the time, some rounds, of which the shortest counts.
+def estimate_offset(
+    store: dist.Store, rank: int, world_size: int, *, clock: Callable[[], float] = time.time
+) -> Offset | None:
+    """Ask rank 0 for the time in several rounds and use the one with the shortest round trip.
 
-    None on rank 0, which answers in order of rank, and on ranks whose turn would come too late.
+    Return None on rank 0, which answers in order of rank, and on ranks that it has no time for.
     """
     if rank == 0:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for other in range(1, world_size):
-            is_late = time.perf_counter() - began > _LONGEST_SECONDS
+            is_late = time.perf_counter() - start > _LONGEST_SECONDS
             store.set(f"clock/{other}/turn", "late" if is_late else "now")
             for number in range(0 if is_late else _ROUNDS):
-                store.wait([f"clock/{other}/{number}/asked"])
-                store.set(f"clock/{other}/{number}/told", repr(clock()))
+                store.wait([f"clock/{other}/{number}/request"])
+                store.set(f"clock/{other}/{number}/reply", repr(clock()))
         return None
     best: Offset | None = None
     if store.get(f"clock/{rank}/turn") == b"late":
         return None
     for number in range(_ROUNDS):
-        before, tick = clock(), time.perf_counter()
-        store.set(f"clock/{rank}/{number}/asked", "1")
-        told = float(store.get(f"clock/{rank}/{number}/told"))
-        trip = time.perf_counter() - tick
-        offset = Offset(before + trip / 2 - told, trip / 2)
+        request_time = clock()
+        round_start = time.perf_counter()
+        store.set(f"clock/{rank}/{number}/request", "1")
+        rank_0_time = float(store.get(f"clock/{rank}/{number}/reply"))
+        round_trip = time.perf_counter() - round_start
+        offset = Offset(request_time + round_trip / 2 - rank_0_time, round_trip / 2)
         if best is None or offset.error_seconds < best.error_seconds:
             best = offset
     return best
 
 
 def judge_clocks(offsets: Mapping[int, Offset], hosts: Mapping[int, str]) -> list[Finding]:
-    """Judge offsets by rank; one within the error of its estimate is none. `hosts` has every rank."""
+    """Judge offsets by rank, less the errors of their estimates; `hosts` has every rank."""
     if not offsets:
         return []
-    sure = {rank: max(0.0, abs(offset.seconds) - offset.error_seconds) for rank, offset in offsets.items()}
-    far = {rank: seconds for rank, seconds in sure.items() if seconds > _WARN_SECONDS}
+    certain = {
+        rank: max(0.0, abs(offset.seconds) - offset.error_seconds)
+        for rank, offset in offsets.items()
+    }
+    large = {rank: seconds for rank, seconds in certain.items() if seconds > _WARN_SECONDS}
     numbers = {"offset_seconds": {rank: offset.seconds for rank, offset in offsets.items()}}
-    if not far:
-        rank = max(offsets, key=lambda number: sure[number])
+    if not large:
+        rank = max(offsets, key=lambda number: certain[number])
         error = max(offset.error_seconds for offset in offsets.values())
-        told = f"within {format_seconds(max(sure[rank], error))} of rank 0's"
+        value = f"within {format_seconds(max(certain[rank], error))} of rank 0's"
         if len(offsets) < len(hosts) - 1:
-            told += f" on {len(offsets)} of {len(hosts) - 1} ranks, all that answered in {_LONGEST_SECONDS:g} s"
-        return [Finding(SECTION, "clocks", "pass", told, numbers=numbers)]
-    rank = max(far, key=lambda number: far[number])
-    ahead = "ahead of" if offsets[rank].seconds > 0 else "behind"
-    told = f"{name_ranks(far)}: {hosts[rank]}'s clock is {format_seconds(abs(offsets[rank].seconds))} {ahead} rank 0's"
-    verdict = graded(1 / far[rank], warn=1 / _WARN_SECONDS, fail=1 / _FAIL_SECONDS)
-    return [
-        Finding(
-            SECTION, "clocks", verdict, told, f"Synchronise {hosts[rank]}: chronyc tracking, systemctl restart chronyd", numbers
-        )
-    ]
+            value += (
+                f" on {len(offsets)} of {len(hosts) - 1} ranks, all that answered within "
+                f"{_LONGEST_SECONDS:g} s"
+            )
+        return [Finding(SECTION, "clocks", "pass", value, numbers=numbers)]
+    rank = max(large, key=lambda number: large[number])
+    direction = "ahead of" if offsets[rank].seconds > 0 else "behind"
+    offset = format_seconds(abs(offsets[rank].seconds))
+    value = f"{name_ranks(large)}: the clock of {hosts[rank]} is {offset} {direction} rank 0's"
+    verdict = graded(1 / large[rank], warn=1 / _WARN_SECONDS, fail=1 / _FAIL_SECONDS)
+    remedy = f"Synchronise {hosts[rank]}: chronyc tracking, systemctl restart chronyd"
+    return [Finding(SECTION, "clocks", verdict, value, remedy, numbers)]

@@ -1,4 +1,4 @@
-"""One line of the doctor's answer: what was looked at, the verdict, and what to do."""
+"""Findings: one line of the doctor's report each, with verdict and remedy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ORDER: tuple[Verdict, ...] = ("pass", "warn", "fail")
 
 @dataclass(frozen=True)
 class Finding:
-    """A check and its answer. `value` is what was found, for people; `numbers` the same for programs, in base units.
+    """Result of one check: `value` as text for people, `numbers` in base units for programs.
 
-    `remedy` says what to do, as a command where there is one; a finding that does not pass always has it.
+    `remedy` says what to do, if possible as a command; a finding that does not pass has one.
     """
 
     section: str
@@ -26,15 +26,17 @@ class Finding:
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        assert self.verdict == "pass" or self.remedy, f"{self.section}, {self.name}: {self.verdict} without a remedy"
+        assert self.verdict == "pass" or self.remedy, (
+            f"{self.section}, {self.name}: {self.verdict} without a remedy"
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the finding as JSON values."""
         return asdict(self)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of some verdicts; `pass` of none.
+    """Return the worst of some verdicts; `pass` if there is none.
 
     >>> worst(["pass", "fail", "warn"]), worst([])
     ('fail', 'pass')
@@ -43,29 +45,29 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def graded(share: float, *, warn: float, fail: float) -> Verdict:
-    """The verdict on a share of what should be, where less is worse.
+    """Grade a share of the expected value; smaller is worse.
 
-    >>> graded(0.95, warn=0.9, fail=0.7), graded(0.8, warn=0.9, fail=0.7), graded(0.2, warn=0.9, fail=0.7)
-    ('pass', 'warn', 'fail')
+    >>> [graded(share, warn=0.9, fail=0.7) for share in (0.95, 0.8, 0.2)]
+    ['pass', 'warn', 'fail']
     """
     return "fail" if share < fail else "warn" if share < warn else "pass"
 
 
 def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
-    """Ranks as a person lists them.
+    """Format ranks as ranges.
 
     >>> name_ranks([3]), name_ranks([0, 1, 2, 5]), name_ranks(range(0, 40, 2), most=3)
     ('rank 3', 'ranks 0-2, 5', 'ranks 0, 2, 4 and 17 more')
     """
     numbers = sorted(set(ranks))
-    runs: list[list[int]] = []
+    groups: list[list[int]] = []
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
         else:
-            runs.append([number])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    shown = ", ".join(words[:most])
-    if len(words) > most:
-        shown += f" and {sum(len(run) for run in runs[most:])} more"
-    return ("rank " if len(numbers) == 1 else "ranks ") + shown
+            groups.append([number])
+    ranges = [str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups]
+    text = ", ".join(ranges[:most])
+    if len(ranges) > most:
+        text += f" and {sum(len(group) for group in groups[most:])} more"
+    return ("rank " if len(numbers) == 1 else "ranks ") + text

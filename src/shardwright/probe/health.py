@@ -1,8 +1,8 @@
-"""Health of a GPU as its driver tells it: memory, clocks, heat, power, throttling, ECC, NVLink, PCIe.
+"""Health of a GPU from its driver: memory, clocks, heat, power, throttling, ECC, NVLink, PCIe.
 
-Read twice: at rest, and while large products run, because what throttles shows under load only. Source of the names and of what
-they mean: NVIDIA Management Library reference (docs.nvidia.com/deploy/nvml-api), and for remapped rows NVIDIA GPU Memory Error
-Management, sections 4 and 5.
+Read twice, idle and during large matrix products, because GPUs throttle under load only.
+Sources: NVIDIA Management Library reference (docs.nvidia.com/deploy/nvml-api); for remapped
+rows NVIDIA GPU Memory Error Management, sections 4 and 5.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ from shardwright.units import format_bytes
 SECTION = "devices"
 
 _MOST_LINKS = 18
-"""NVLinks of a GPU, most of any generation."""
+"""Largest number of NVLinks per GPU of any generation."""
 _THROTTLES: dict[int, tuple[str, Verdict, str]] = {
-    0x0008: ("hardware slowdown", "fail", "Look at its power supply and cooling (nvidia-smi -q -d PERFORMANCE)"),
+    0x0008: (
+        "hardware slowdown",
+        "fail",
+        "Check its power supply and cooling (nvidia-smi -q -d PERFORMANCE)",
+    ),
     0x0020: ("thermal slowdown (driver)", "warn", "Cool it: fans, air flow, inlet temperature"),
     0x0040: ("thermal slowdown (hardware)", "fail", "Cool it: fans, air flow, inlet temperature"),
-    0x0080: ("power brake", "fail", "The rack's or the node's power supply asks for less load: look at it"),
+    0x0080: ("power brake", "fail", "Check the power supply of rack and node, which throttles"),
 }
-"""Bits of NVML's clocks event reasons that are no ordinary state. The power cap (0x4) is one: large products reach it."""
+"""Bits of NVML's clocks event reasons that indicate a problem.
+
+The power cap (0x4) is missing here: large products usually reach it.
+"""
 _POWER_CAP = 0x0004
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU at one moment; None where the driver does not tell."""
+    """State of one GPU at one time; None for values that the driver does not report."""
 
     name: str
     memory_bytes: int
@@ -47,7 +54,7 @@ class Gpu:
     most_clock_mhz: int | None = None
     throttle_bits: int | None = None
     ecc_uncorrected: int | None = None
-    """Since the driver was loaded."""
+    """Uncorrected ECC errors since the driver was loaded."""
     ecc_corrected: int | None = None
     ecc_uncorrected_ever: int | None = None
     rows_remapped: int | None = None
@@ -61,57 +68,63 @@ class Gpu:
     most_pcie_width: int | None = None
     mig: bool | None = None
     processes: tuple[int, ...] = ()
-    """Ids of other processes that compute there."""
+    """Ids of other processes that compute on the GPU."""
 
 
 def read_gpu(device: torch.device, own_process: int) -> tuple[Gpu, str | None]:
-    """The GPU, and why its driver told nothing, if so.
+    """Read the state of a GPU; the second value is the error if NVML cannot be read.
 
-    Without nvidia-ml-py, or without a driver that answers it, only what torch knows.
+    Then the state contains only what torch reports.
     """
     properties = torch.cuda.get_device_properties(device)
     free_bytes, memory_bytes = torch.cuda.mem_get_info(device)
-    plain = Gpu(properties.name, memory_bytes, free_bytes)
+    basic = Gpu(properties.name, memory_bytes, free_bytes)
     try:
         import pynvml
     except ImportError:
-        return plain, "nvidia-ml-py is not installed"
+        return basic, "nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return plain, f"NVML does not answer: {error}"
+        return basic, f"NVML cannot be initialised: {error}"
     try:
         handle = _find_handle(pynvml, properties)
-        return _read(pynvml, handle, plain, own_process), None
+        return _read(pynvml, handle, basic, own_process), None
     except pynvml.NVMLError as error:
-        return plain, f"NVML does not know this device: {error}"
+        return basic, f"NVML does not know this device: {error}"
     finally:
         pynvml.nvmlShutdown()
 
 
 def _find_handle(nvml: Any, properties: Any) -> Any:
-    """By PCI address: indices differ from torch's under CUDA_VISIBLE_DEVICES."""
-    address = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
+    """Find the device by PCI address: CUDA_VISIBLE_DEVICES changes torch's indices."""
+    address = (
+        f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}"
+        f":{properties.pci_device_id:02X}.0"
+    )
     return nvml.nvmlDeviceGetHandleByPciBusId(address.encode())
 
 
 def _read(nvml: Any, handle: Any, plain: Gpu, own_process: int) -> Gpu:
-    def ask(question: Callable[..., Any], *words: Any) -> Any:
-        """None where this device or driver does not support the question."""
+    def query(function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call an NVML function; None if device or driver does not support it."""
         try:
-            return question(handle, *words)
+            return function(handle, *arguments)
         except (nvml.NVMLError, AttributeError):
             return None
 
-    uncorrected, corrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
-    rows = ask(nvml.nvmlDeviceGetRemappedRows)
-    states = {link: ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(_MOST_LINKS)}
-    up = tuple(link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED)
-    mig = ask(nvml.nvmlDeviceGetMigMode)
-    version = nvml.nvmlSystemGetDriverVersion()
+    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    corrected = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
+    remapped_rows = query(nvml.nvmlDeviceGetRemappedRows)
+    link_states = {link: query(nvml.nvmlDeviceGetNvLinkState, link) for link in range(_MOST_LINKS)}
+    active_links = tuple(
+        link for link, state in link_states.items() if state == nvml.NVML_FEATURE_ENABLED
+    )
+    mig_mode = query(nvml.nvmlDeviceGetMigMode)
+    driver_version = nvml.nvmlSystemGetDriverVersion()
     milliwatts = [
-        ask(question)
-        for question in (
+        query(function)
+        for function in (
             nvml.nvmlDeviceGetPowerUsage,
             nvml.nvmlDeviceGetEnforcedPowerLimit,
             nvml.nvmlDeviceGetPowerManagementDefaultLimit,
@@ -122,59 +135,84 @@ def _read(nvml: Any, handle: Any, plain: Gpu, own_process: int) -> Gpu:
         name=plain.name,
         memory_bytes=plain.memory_bytes,
         free_bytes=plain.free_bytes,
-        driver=version.decode() if isinstance(version, bytes) else version,
-        temperature_celsius=ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        driver=driver_version.decode() if isinstance(driver_version, bytes) else driver_version,
+        temperature_celsius=query(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
         power_watts=watts[0],
         power_limit_watts=watts[1],
         default_limit_watts=watts[2],
-        clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-        most_clock_mhz=ask(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
-        throttle_bits=ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons),
-        ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, uncorrected, nvml.NVML_VOLATILE_ECC),
-        ecc_corrected=ask(nvml.nvmlDeviceGetTotalEccErrors, corrected, nvml.NVML_VOLATILE_ECC),
-        ecc_uncorrected_ever=ask(nvml.nvmlDeviceGetTotalEccErrors, uncorrected, nvml.NVML_AGGREGATE_ECC),
-        rows_remapped=None if rows is None else int(rows[0]) + int(rows[1]),
-        rows_pending=None if rows is None else bool(rows[2]),
-        rows_failed=None if rows is None else bool(rows[3]),
-        links_up=up,
-        links_down=tuple(link for link, state in states.items() if state == nvml.NVML_FEATURE_DISABLED),
-        link_errors=_link_errors(nvml, ask, up),
-        pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
-        pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
-        most_pcie_width=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
-        mig=None if mig is None else bool(mig[0]),
-        processes=tuple(found.pid for found in ask(nvml.nvmlDeviceGetComputeRunningProcesses) or () if found.pid != own_process),
+        clock_mhz=query(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+        most_clock_mhz=query(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
+        throttle_bits=query(nvml.nvmlDeviceGetCurrentClocksThrottleReasons),
+        ecc_uncorrected=query(
+            nvml.nvmlDeviceGetTotalEccErrors, uncorrected, nvml.NVML_VOLATILE_ECC
+        ),
+        ecc_corrected=query(nvml.nvmlDeviceGetTotalEccErrors, corrected, nvml.NVML_VOLATILE_ECC),
+        ecc_uncorrected_ever=query(
+            nvml.nvmlDeviceGetTotalEccErrors, uncorrected, nvml.NVML_AGGREGATE_ECC
+        ),
+        rows_remapped=None
+        if remapped_rows is None
+        else int(remapped_rows[0]) + int(remapped_rows[1]),
+        rows_pending=None if remapped_rows is None else bool(remapped_rows[2]),
+        rows_failed=None if remapped_rows is None else bool(remapped_rows[3]),
+        links_up=active_links,
+        links_down=tuple(
+            link for link, state in link_states.items() if state == nvml.NVML_FEATURE_DISABLED
+        ),
+        link_errors=_link_errors(nvml, query, active_links),
+        pcie_generation=query(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
+        pcie_width=query(nvml.nvmlDeviceGetCurrPcieLinkWidth),
+        most_pcie_width=query(nvml.nvmlDeviceGetMaxPcieLinkWidth),
+        mig=None if mig_mode is None else bool(mig_mode[0]),
+        processes=tuple(
+            process.pid
+            for process in query(nvml.nvmlDeviceGetComputeRunningProcesses) or ()
+            if process.pid != own_process
+        ),
     )
 
 
-def _link_errors(nvml: Any, ask: Callable[..., Any], links: tuple[int, ...]) -> dict[str, int] | None:
-    """Errors of all links by kind, where there is any answer; replays and recoveries mend themselves, and cost time."""
+def _link_errors(
+    nvml: Any, ask: Callable[..., Any], links: tuple[int, ...]
+) -> dict[str, int] | None:
+    """Count the errors of all links by kind; None if the driver reports none of them.
+
+    Replays and recoveries repair themselves but take time.
+    """
     kinds = {
         "replays": nvml.NVML_NVLINK_ERROR_DL_REPLAY,
         "recoveries": nvml.NVML_NVLINK_ERROR_DL_RECOVERY,
         "flit CRC errors": nvml.NVML_NVLINK_ERROR_DL_CRC_FLIT,
         "data CRC errors": nvml.NVML_NVLINK_ERROR_DL_CRC_DATA,
     }
-    counts = {kind: [ask(nvml.nvmlDeviceGetNvLinkErrorCounter, link, number) for link in links] for kind, number in kinds.items()}
-    told = {kind: sum(value for value in values if value is not None) for kind, values in counts.items()}
-    return told if any(value is not None for values in counts.values() for value in values) else None
+    counts = {
+        kind: [ask(nvml.nvmlDeviceGetNvLinkErrorCounter, link, number) for link in links]
+        for kind, number in kinds.items()
+    }
+    totals = {
+        kind: sum(value for value in values if value is not None) for kind, values in counts.items()
+    }
+    return (
+        totals if any(value is not None for values in counts.values() for value in values) else None
+    )
 
 
 @contextmanager
 def under_load(device: torch.device, seconds: float = 1.0) -> Iterator[None]:
-    """Large bf16 products are queued for about so many seconds of device time, so that what is read inside is read under load."""
+    """Run the block under load: queue bf16 products for about `seconds` of device time."""
     size = 8192
     a_MK, b_KN = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out_MN = torch.empty_like(a_MK)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.mm(a_MK, b_KN, out=out_MN)
     start.record()
     for _ in range(8):
         torch.mm(a_MK, b_KN, out=out_MN)
     end.record()
     end.synchronize()
-    one_seconds = start.elapsed_time(end) / 1000 / 8
-    for _ in range(max(1, round(seconds / one_seconds))):
+    product_seconds = start.elapsed_time(end) / 1000 / 8
+    for _ in range(max(1, round(seconds / product_seconds))):
         torch.mm(a_MK, b_KN, out=out_MN)
     try:
         yield
@@ -182,8 +220,10 @@ def under_load(device: torch.device, seconds: float = 1.0) -> Iterator[None]:
         torch.cuda.synchronize(device)
 
 
-def judge_gpus(at_rest: Mapping[int, Gpu], loaded: Mapping[int, Gpu], silent: Mapping[int, str]) -> list[Finding]:
-    """GPUs by rank, at rest and under load; `silent` says of which ranks the driver told nothing, and why."""
+def judge_gpus(
+    at_rest: Mapping[int, Gpu], loaded: Mapping[int, Gpu], silent: Mapping[int, str]
+) -> list[Finding]:
+    """Judge GPUs by rank, idle and under load; `silent` has the errors of NVML by rank."""
     findings = [_judge_kinds(at_rest)]
     for rank in sorted(at_rest):
         findings += _judge_memory(rank, at_rest[rank])
@@ -192,26 +232,30 @@ def judge_gpus(at_rest: Mapping[int, Gpu], loaded: Mapping[int, Gpu], silent: Ma
         if rank in loaded:
             findings += _judge_load(rank, loaded[rank])
     for reason in sorted(set(silent.values())):
-        ranks = name_ranks(rank for rank, why in silent.items() if why == reason)
-        remedy = "pip install 'shardwright[nvml]'" if "not installed" in reason else "nvidia-smi: does the driver answer?"
-        findings.append(
-            Finding(SECTION, "driver", "warn", f"{ranks}: {reason}: no heat, throttling, ECC or link errors are read", remedy)
-        )
+        ranks = name_ranks(rank for rank, error in silent.items() if error == reason)
+        remedy = "Check that nvidia-smi works"
+        if "not installed" in reason:
+            remedy = "pip install 'shardwright[nvml]'"
+        value = f"{ranks}: {reason}: heat, throttling, ECC and link errors are not checked"
+        findings.append(Finding(SECTION, "driver", "warn", value, remedy))
     if not any(finding.verdict != "pass" for finding in findings) and loaded:
         findings.append(Finding(SECTION, "errors, heat, power", "pass", _describe(loaded)))
     return findings
 
 
 def _describe(loaded: Mapping[int, Gpu]) -> str:
-    """The hottest under load, in a line."""
+    """Describe the hottest GPU under load."""
     hottest = max(loaded.values(), key=lambda gpu: gpu.temperature_celsius or 0)
-    told = [f"under load at most {hottest.temperature_celsius} C"] if hottest.temperature_celsius is not None else []
+    parts = []
+    if hottest.temperature_celsius is not None:
+        parts.append(f"at most {hottest.temperature_celsius} C under load")
     if hottest.power_watts is not None and hottest.power_limit_watts is not None:
-        told.append(f"{hottest.power_watts:.0f} of {hottest.power_limit_watts:.0f} W")
+        parts.append(f"{hottest.power_watts:.0f} of {hottest.power_limit_watts:.0f} W")
     if hottest.clock_mhz is not None and hottest.most_clock_mhz is not None:
-        told.append(f"{hottest.clock_mhz} of {hottest.most_clock_mhz} MHz")
-    capped = any((gpu.throttle_bits or 0) & _POWER_CAP for gpu in loaded.values())
-    return ", ".join([*told, *(["at the power cap, as large products are"] if capped else []), "no errors"])
+        parts.append(f"{hottest.clock_mhz} of {hottest.most_clock_mhz} MHz")
+    if any((gpu.throttle_bits or 0) & _POWER_CAP for gpu in loaded.values()):
+        parts.append("at the power cap, which is usual for large products")
+    return ", ".join([*parts, "no errors"])
 
 
 def _judge_kinds(gpus: Mapping[int, Gpu]) -> Finding:
@@ -223,73 +267,79 @@ def _judge_kinds(gpus: Mapping[int, Gpu]) -> Finding:
     if drivers:
         value += f", driver {', '.join(drivers)}"
     if len(by_name) > 1 or len(drivers) > 1:
-        return Finding(
-            SECTION, "kind", "warn", value, "Every step waits for the slowest: give the job devices and drivers of one kind"
-        )
+        remedy = "Every step waits for the slowest: use GPUs of one model and one driver"
+        return Finding(SECTION, "kind", "warn", value, remedy)
     return Finding(SECTION, "kind", "pass", value)
 
 
 def _judge_memory(rank: int, gpu: Gpu) -> Iterator[Finding]:
+    free = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.memory_bytes)} free"
     if gpu.processes:
         pids = ", ".join(map(str, gpu.processes))
-        told = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.memory_bytes)} free; processes {pids} compute there, too"
-        yield Finding(SECTION, f"memory, rank {rank}", "warn", told, f"End them (kill {pids}), or take other devices")
+        value = f"{free}; processes {pids} use this GPU, too"
+        remedy = f"End them (kill {pids}), or use other devices"
+        yield Finding(SECTION, f"memory, rank {rank}", "warn", value, remedy)
     elif gpu.free_bytes < 0.9 * gpu.memory_bytes:
-        told = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.memory_bytes)} free"
-        yield Finding(
-            SECTION,
-            f"memory, rank {rank}",
-            "warn",
-            told,
-            "nvidia-smi shows who holds it; a dead process's stays until it is reaped",
-        )
+        remedy = "See nvidia-smi for its users; dead processes keep memory until reaped"
+        yield Finding(SECTION, f"memory, rank {rank}", "warn", free, remedy)
     if gpu.mig:
-        yield Finding(
-            SECTION, f"MIG, rank {rank}", "warn", "a slice of a GPU", "NCCL joins no two slices of one GPU: nvidia-smi -mig 0"
-        )
+        remedy = "NCCL cannot connect two slices of one GPU: nvidia-smi -mig 0"
+        yield Finding(SECTION, f"MIG, rank {rank}", "warn", "a slice of a GPU", remedy)
 
 
 def _judge_errors(rank: int, gpu: Gpu) -> Iterator[Finding]:
     if gpu.rows_failed:
-        yield Finding(SECTION, f"memory rows, rank {rank}", "fail", "a row could not be remapped", "Replace the GPU")
+        value = "a row could not be remapped"
+        yield Finding(SECTION, f"memory rows, rank {rank}", "fail", value, "Replace the GPU")
     if gpu.rows_pending:
-        told = "a remapped row waits for a reset"
-        yield Finding(SECTION, f"memory rows, rank {rank}", "fail", told, "Drain the node, then nvidia-smi --gpu-reset, or reboot")
+        value = "a remapped row needs a reset to take effect"
+        remedy = "Drain the node, then nvidia-smi --gpu-reset, or reboot"
+        yield Finding(SECTION, f"memory rows, rank {rank}", "fail", value, remedy)
     if gpu.ecc_uncorrected:
-        told = f"{gpu.ecc_uncorrected} uncorrected since the driver was loaded"
-        yield Finding(SECTION, f"ECC, rank {rank}", "fail", told, "Drain the node, reset the GPU, and run dcgmi diag -r 3")
+        value = f"{gpu.ecc_uncorrected} uncorrected errors since the driver was loaded"
+        remedy = "Drain the node, reset the GPU, and run dcgmi diag -r 3"
+        yield Finding(SECTION, f"ECC, rank {rank}", "fail", value, remedy)
     elif gpu.ecc_corrected:
-        told = f"{gpu.ecc_corrected} corrected since the driver was loaded"
-        yield Finding(
-            SECTION, f"ECC, rank {rank}", "warn", told, "Look again after a day: a growing count precedes uncorrected errors"
-        )
+        value = f"{gpu.ecc_corrected} corrected errors since the driver was loaded"
+        remedy = "Check again after a day: a growing count precedes uncorrected errors"
+        yield Finding(SECTION, f"ECC, rank {rank}", "warn", value, remedy)
 
 
 def _judge_links(rank: int, gpu: Gpu) -> Iterator[Finding]:
     if gpu.links_up and gpu.links_down:
-        told = f"links {', '.join(map(str, gpu.links_down))} of {len(gpu.links_up) + len(gpu.links_down)} are down"
-        yield Finding(
-            SECTION, f"NVLink, rank {rank}", "fail", told, "nvidia-smi nvlink -s; reset the GPU, then reseat it or its switch"
-        )
+        num_links = len(gpu.links_up) + len(gpu.links_down)
+        value = f"links {', '.join(map(str, gpu.links_down))} of {num_links} are down"
+        remedy = "Check nvidia-smi nvlink -s; reset the GPU, then reseat it or its switch"
+        yield Finding(SECTION, f"NVLink, rank {rank}", "fail", value, remedy)
     errors = {kind: count for kind, count in (gpu.link_errors or {}).items() if count}
     if errors:
-        told = ", ".join(f"{count} {kind}" for kind, count in errors.items())
+        value = ", ".join(f"{count} {kind}" for kind, count in errors.items())
         verdict: Verdict = "fail" if errors.get("recoveries") else "warn"
-        yield Finding(
-            SECTION, f"NVLink, rank {rank}", verdict, told, "nvidia-smi nvlink -e: counts that grow are a bad link or seat"
-        )
-    if gpu.pcie_width is not None and gpu.most_pcie_width is not None and gpu.pcie_width < gpu.most_pcie_width:
-        told = f"{gpu.pcie_width} lanes of {gpu.most_pcie_width}"
-        yield Finding(SECTION, f"PCIe, rank {rank}", "warn", told, "Reseat it; lspci -vv shows LnkSta, downgraded")
+        remedy = "Watch nvidia-smi nvlink -e: growing counts indicate a bad link or seat"
+        yield Finding(SECTION, f"NVLink, rank {rank}", verdict, value, remedy)
+    if (
+        gpu.pcie_width is not None
+        and gpu.most_pcie_width is not None
+        and gpu.pcie_width < gpu.most_pcie_width
+    ):
+        value = f"{gpu.pcie_width} lanes of {gpu.most_pcie_width}"
+        remedy = "Reseat the GPU; lspci -vv shows the link state (LnkSta: downgraded)"
+        yield Finding(SECTION, f"PCIe, rank {rank}", "warn", value, remedy)
 
 
 def _judge_load(rank: int, gpu: Gpu) -> Iterator[Finding]:
     for bit, (name, verdict, remedy) in _THROTTLES.items():
         if (gpu.throttle_bits or 0) & bit:
             heat = f" at {gpu.temperature_celsius} C" if gpu.temperature_celsius is not None else ""
-            clock = f", {gpu.clock_mhz} of {gpu.most_clock_mhz} MHz" if gpu.clock_mhz is not None else ""
+            clock = (
+                f", {gpu.clock_mhz} of {gpu.most_clock_mhz} MHz"
+                if gpu.clock_mhz is not None
+                else ""
+            )
             yield Finding(SECTION, f"throttling, rank {rank}", verdict, name + heat + clock, remedy)
-    limit, usual = gpu.power_limit_watts, gpu.default_limit_watts
-    if limit is not None and usual is not None and limit < 0.98 * usual:
-        told = f"limited to {limit:.0f} W of {usual:.0f} W"
-        yield Finding(SECTION, f"power, rank {rank}", "warn", told, f"nvidia-smi -pl {usual:.0f}")
+    limit = gpu.power_limit_watts
+    default_limit = gpu.default_limit_watts
+    if limit is not None and default_limit is not None and limit < 0.98 * default_limit:
+        value = f"limited to {limit:.0f} W of {default_limit:.0f} W"
+        remedy = f"nvidia-smi -pl {default_limit:.0f}"
+        yield Finding(SECTION, f"power, rank {rank}", "warn", value, remedy)

@@ -17,23 +17,23 @@ from shardwright.units import GIB_BYTES, format_bytes
 SECTION = "host"
 
 _FEWEST_FILES = 4096
-"""Open files that loaders, sockets of every group and checkpoints may want together."""
+"""Open files that loaders, sockets of all groups and checkpoints may need together."""
 _LEAST_SHARED_MEMORY = GIB_BYTES
-"""Of /dev/shm: NCCL and loaders keep buffers there; a container's default is 64 MiB."""
+"""Bytes of /dev/shm, for buffers of NCCL and loaders; a container's default is 64 MiB."""
 _UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True)
 class Host:
-    """One machine as one of its ranks sees it. None where the system does not tell."""
+    """State of a machine as one of its ranks sees it; None for unavailable values."""
 
     name: str
     cores: int
-    """That this process may run on."""
+    """Number of cores on which this process may run."""
     core_quota: float | None
-    """Cores' worth of time that the container may use."""
+    """CPU limit of the container in cores."""
     load: float
-    """Processes that wanted to run, mean of the last minute."""
+    """Load average of the last minute."""
     memory_bytes: int
     available_bytes: int
     container_bytes: int | None
@@ -45,13 +45,15 @@ class Host:
 
 
 def read_host(name: str) -> Host:
-    """Of this process's machine."""
+    """Read the state of this process's machine."""
     memory = psutil.virtual_memory()
     shm = Path("/dev/shm")
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     return Host(
         name=name,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         core_quota=_core_quota(),
         load=os.getloadavg()[0],
         memory_bytes=memory.total,
@@ -73,48 +75,51 @@ def _read_number(path: str) -> int | None:
 
 
 def _core_quota() -> float | None:
-    """Of the control group, version 2 or 1."""
+    """Read the CPU limit of the control group, version 2 or 1, in cores."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
-        old, every = (_read_number(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-        return old / every if old is not None and old > 0 and every else None
+        quota_us = _read_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+        period_us = _read_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+        if quota_us is None or quota_us <= 0 or not period_us:
+            return None
+        return quota_us / period_us
 
 
 def _container_bytes(total: int) -> int | None:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = _read_number(path)
-        if limit is not None and limit < total:  # version 1 says a number beyond any memory for none
+        if limit is not None and limit < total:  # version 1 reports a huge number for no limit
             return limit
     return None
 
 
 def judge_hosts(hosts: Mapping[str, tuple[Host, int]], *, cuda: bool) -> list[Finding]:
-    """Each machine, with the number of ranks on it; alike machines are told as one."""
+    """Judge each machine with its number of ranks; equal passing findings appear once."""
     findings: list[Finding] = []
     for host, num_ranks in hosts.values():
         findings += _judge_host(host, num_ranks, cuda=cuda, several=len(hosts) > 1)
     passed: dict[tuple[str, str], int] = {}
-    kept = []
+    shown = []
     for finding in findings:
-        alike = (finding.name.partition(" @ ")[0], finding.value)
-        if finding.verdict == "pass" and alike in passed:
-            passed[alike] += 1
+        key = (finding.name.partition(" @ ")[0], finding.value)
+        if finding.verdict == "pass" and key in passed:
+            passed[key] += 1
             continue
-        passed.setdefault(alike, 1)
-        kept.append(finding)
-    return kept
+        passed.setdefault(key, 1)
+        shown.append(finding)
+    return shown
 
 
 def _judge_host(host: Host, num_ranks: int, *, cuda: bool, several: bool) -> list[Finding]:
-    found = [
+    findings = [
         _judge_cores(host, num_ranks),
         _line(
             "other work",
             host.load <= host.cores + num_ranks,
             f"load {host.load:.1f} on {host.cores} cores before the examination",
-            "Rates below are those of a busy machine: stop what else runs here, then examine again",
+            "The rates below are those of a busy machine: stop other work, run doctor again",
             load=host.load,
         ),
         _judge_memory(host),
@@ -122,23 +127,31 @@ def _judge_host(host: Host, num_ranks: int, *, cuda: bool, several: bool) -> lis
             "open files",
             host.open_files >= _FEWEST_FILES or host.open_files == _UNLIMITED,
             f"at most {host.open_files if host.open_files != _UNLIMITED else 'unlimited'}",
-            f"ulimit -n {_FEWEST_FILES * 16} (or LimitNOFILE of the service that starts jobs)",
+            f"ulimit -n {_FEWEST_FILES * 16}, or LimitNOFILE of the service that starts jobs",
             open_files=host.open_files,
         ),
     ]
     if host.shared_memory_bytes is not None:
-        found.append(_judge_shared_memory(host.shared_memory_bytes, num_ranks))
+        findings.append(_judge_shared_memory(host.shared_memory_bytes, num_ranks))
     if cuda and several:
-        found.append(_judge_locked_memory(host))
+        findings.append(_judge_locked_memory(host))
     if host.governor is not None and not cuda:
         remedy = "cpupower frequency-set -g performance"
-        found.append(_line("clock governor", host.governor != "powersave", host.governor, remedy))
-    return [replace(finding, name=f"{finding.name} @ {host.name}") for finding in found] if several else found
+        findings.append(
+            _line("clock governor", host.governor != "powersave", host.governor, remedy)
+        )
+    return (
+        [replace(finding, name=f"{finding.name} @ {host.name}") for finding in findings]
+        if several
+        else findings
+    )
 
 
 def _line(name: str, fine: bool, value: str, remedy: str, **numbers: float | None) -> Finding:
-    """Passes where it is fine, else warns and says what to do."""
-    return Finding(SECTION, name, "pass" if fine else "warn", value, "" if fine else remedy, numbers)
+    """Build a finding that passes, or warns with the remedy."""
+    return Finding(
+        SECTION, name, "pass" if fine else "warn", value, "" if fine else remedy, numbers
+    )
 
 
 def _judge_cores(host: Host, num_ranks: int) -> Finding:
@@ -149,7 +162,7 @@ def _judge_cores(host: Host, num_ranks: int) -> Finding:
         "cores",
         num_ranks <= cores,
         f"{host.cores} cores{quota}{numa} for {num_ranks} rank{'s' * (num_ranks != 1)}",
-        f"Start at most {max(1, int(cores))} ranks here, or give the job more cores (--cpus-per-task)",
+        f"Start at most {max(1, int(cores))} ranks here, or request more (--cpus-per-task)",
         cores=cores,
         numa_nodes=host.numa_nodes,
     )
@@ -161,8 +174,9 @@ def _judge_memory(host: Host) -> Finding:
     return _line(
         "memory",
         available > 0.1 * limit,
-        f"{format_bytes(available)} free of {format_bytes(limit)}" + (" (the container's)" if host.container_bytes else ""),
-        "Stop what holds it (ps aux --sort=-rss), or raise the container's limit",
+        f"{format_bytes(available)} free of {format_bytes(limit)}"
+        + (" (limit of the container)" if host.container_bytes else ""),
+        "Stop processes that use it (ps aux --sort=-rss), or raise the container's limit",
         available_bytes=available,
         limit_bytes=limit,
     )
@@ -173,17 +187,17 @@ def _judge_shared_memory(num_bytes: int, num_ranks: int) -> Finding:
         "/dev/shm",
         num_bytes >= _LEAST_SHARED_MEMORY or num_ranks == 1,
         format_bytes(num_bytes),
-        "docker run --shm-size=16g, or an emptyDir of medium Memory at /dev/shm: NCCL keeps its buffers there",
+        "NCCL needs it for buffers: docker run --shm-size=16g, or an emptyDir of medium Memory",
         shared_memory_bytes=num_bytes,
     )
 
 
 def _judge_locked_memory(host: Host) -> Finding:
-    unlimited = host.locked_bytes == _UNLIMITED
+    is_unlimited = host.locked_bytes == _UNLIMITED
     return _line(
         "locked memory",
-        unlimited,
-        "unlimited" if unlimited else format_bytes(host.locked_bytes),
-        "ulimit -l unlimited: InfiniBand registers the buffers that it sends from",
+        is_unlimited,
+        "unlimited" if is_unlimited else format_bytes(host.locked_bytes),
+        "InfiniBand locks its send buffers: ulimit -l unlimited",
         locked_bytes=host.locked_bytes,
     )

@@ -1,7 +1,8 @@
-"""Links between pairs of ranks, each direction by itself, so that the odd rank or cable can be named.
+"""Links between pairs of ranks, each direction separately, to find a slow rank or cable.
 
-In a round the ranks form pairs (the circle method of round-robin tournaments, so that after all rounds each has met each other
-one); first one side of every pair sends, then the other. Many ranks play some of the rounds only.
+In each round the ranks form disjoint pairs by the circle method of round-robin tournaments;
+after all rounds every two ranks have been a pair. First one rank of each pair sends, then the
+other. With many ranks only some of the rounds run.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ SECTION = "links"
 _MOST_ROUNDS = 15
 _REPEATS = 4
 _SMALL_SHARE = 16
-"""A link is tried with a message smaller by this factor, which says how many whole ones it can take."""
+"""Factor by which a first message is smaller; its time limits the number of full messages."""
 _LONGEST_SECONDS = 2.0
-"""Of the whole messages in one direction of a link."""
+"""Time limit of the full messages in one direction of a link."""
 
 Pair = tuple[int, int]
-"""From, to."""
+"""Sending and receiving rank."""
 
 
 @dataclass(frozen=True)
 class LinkTime:
-    """Seconds that a message took from one rank to another, and its answer back, in the best of some repeats."""
+    """Seconds of a message between two ranks and of its reply, in the best of some repeats."""
 
     sender: int
     receiver: int
@@ -44,54 +45,62 @@ class LinkTime:
 
 
 def pairings(world_size: int, most: int = _MOST_ROUNDS) -> list[dict[int, int]]:
-    """Rounds of disjoint pairs, partner by rank; of many rounds `most`, spread evenly.
+    """Pair the ranks in rounds of disjoint pairs; return each round's partner by rank.
+
+    Of more than `most` rounds, `most` evenly spaced ones remain.
 
     >>> pairings(4)
     [{0: 3, 3: 0, 1: 2, 2: 1}, {0: 2, 2: 0, 3: 1, 1: 3}, {0: 1, 1: 0, 2: 3, 3: 2}]
     >>> pairings(3)
     [{1: 2, 2: 1}, {0: 2, 2: 0}, {0: 1, 1: 0}]
     """
-    seats = list(range(world_size + world_size % 2))  # with an odd number, who meets the last seat rests
+    # With an odd number, the partner of the additional last rank rests.
+    ranks = list(range(world_size + world_size % 2))
     rounds = []
-    for _ in range(len(seats) - 1):
-        pairs = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
-        rounds.append({a: b for pair in pairs if max(pair) < world_size for a, b in (pair, pair[::-1])})
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+    for _ in range(len(ranks) - 1):
+        pairs = [(ranks[i], ranks[-1 - i]) for i in range(len(ranks) // 2)]
+        rounds.append(
+            {a: b for pair in pairs if max(pair) < world_size for a, b in (pair, pair[::-1])}
+        )
+        ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
     if len(rounds) > most:
         rounds = [rounds[i * len(rounds) // most] for i in range(most)]
     return rounds
 
 
 def time_links(device: torch.device, num_bytes: int, budget: Budget) -> Iterator[LinkTime | None]:
-    """Yield, direction by direction, what this rank sent its partner; None where it received or rested.
+    """Yield the time of each direction in which this rank sent, None if it received or rested.
 
-    Every rank of the world calls this. It ends early, on all ranks alike, when the budget is spent.
+    Every rank calls this. It ends early, on all ranks at once, when the budget is exhausted.
     """
-    me, last_seconds = dist.get_rank(), 0.0
+    rank = dist.get_rank()
+    last_seconds = 0.0
     for partners in pairings(dist.get_world_size()):
-        partner = partners.get(me)
+        partner = partners.get(rank)
         for low_sends in (True, False):
             if not budget.affords(last_seconds):
                 return
             dist.barrier()
-            began = time.perf_counter()
-            sends = partner is not None and (me < partner) == low_sends
-            found = None if partner is None else _time_link(device, num_bytes, partner, sends=sends)
-            last_seconds = time.perf_counter() - began
-            yield found if sends else None
+            start = time.perf_counter()
+            is_sender = partner is not None and (rank < partner) == low_sends
+            link_time = (
+                None if partner is None else _time_link(device, num_bytes, partner, sends=is_sender)
+            )
+            last_seconds = time.perf_counter() - start
+            yield link_time if is_sender else None
 
 
 def _time_link(device: torch.device, num_bytes: int, partner: int, *, sends: bool) -> LinkTime:
-    """Time one direction of a link; the sender tells how many whole messages it takes, at least none."""
-    answer = torch.ones(1, device=device)
+    """Measure one direction of a link; the sender chooses the number of full messages."""
+    reply = torch.ones(1, device=device)
 
     def time_message(size: int) -> float:
         message = torch.ones(max(1, size // 4), device=device)
-        began = time.perf_counter()
-        send_or_receive(message, answer, partner, sends=sends)
+        start = time.perf_counter()
+        send_or_receive(message, reply, partner, sends=sends)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     small = num_bytes // _SMALL_SHARE
     time_message(small)  # opens the connection
@@ -102,58 +111,95 @@ def _time_link(device: torch.device, num_bytes: int, partner: int, *, sends: boo
         dist.send(repeats, dst=partner)
     else:
         dist.recv(repeats, src=partner)
-    whole = [time_message(num_bytes) for _ in range(int(repeats))]
-    peers = (dist.get_rank(), partner)
-    return LinkTime(*peers, num_bytes, min(whole)) if whole else LinkTime(*peers, small, small_seconds)
+    full_seconds = [time_message(num_bytes) for _ in range(int(repeats))]
+    pair = (dist.get_rank(), partner)
+    return (
+        LinkTime(*pair, num_bytes, min(full_seconds))
+        if full_seconds
+        else LinkTime(*pair, small, small_seconds)
+    )
 
 
-def judge_links(times: Sequence[LinkTime], seats: Mapping[int, Seat], device_kind: str) -> list[Finding]:
-    """The usual rate within and between nodes, then each odd rank, else each odd link.
+def judge_links(
+    times: Sequence[LinkTime], seats: Mapping[int, Seat], device_kind: str
+) -> list[Finding]:
+    """Report rates within and between nodes, then slow ranks, then other slow links.
 
-    A rank whose every link (out, or in) is odd is named itself; a link is named where its ranks' others are as they should be.
+    A rank is slow if all its links in one direction are outliers.
     """
     findings = []
-    for crosses in (False, True):
+    for is_between_nodes in (False, True):
         rates = {
-            (one.sender, one.receiver): one.num_bytes / one.seconds
-            for one in times
-            if (seats[one.sender].node != seats[one.receiver].node) == crosses
+            (link_time.sender, link_time.receiver): link_time.num_bytes / link_time.seconds
+            for link_time in times
+            if (seats[link_time.sender].node != seats[link_time.receiver].node) == is_between_nodes
         }
         if not rates:
             continue
-        where = "between nodes" if crosses else "within a node"
-        least, most = min(rates.values()) / 1e9, max(rates.values()) / 1e9
-        middle = median(rates.values()) / 1e9
-        told = f"{len(rates)} directions, {least:.3g} to {most:.3g} GB/s, median {middle:.3g}"
-        told_rates = {f"{a}->{b}": rate for (a, b), rate in rates.items()}
-        findings.append(Finding(SECTION, f"pairs {where}", "pass", told, numbers={"bytes_per_second": told_rates}))
+        where = "between nodes" if is_between_nodes else "within a node"
+        lowest = min(rates.values()) / 1e9
+        highest = max(rates.values()) / 1e9
+        median_rate = median(rates.values()) / 1e9
+        value = (
+            f"{len(rates)} directions, {lowest:.3g} to {highest:.3g} GB/s, median "
+            f"{median_rate:.3g}"
+        )
+        rate_by_pair = {f"{a}->{b}": rate for (a, b), rate in rates.items()}
+        findings.append(
+            Finding(
+                SECTION, f"pairs {where}", "pass", value, numbers={"bytes_per_second": rate_by_pair}
+            )
+        )
         findings += _name_odd(find_odd(rates, LINK_LIMITS), rates, seats, device_kind)
     return findings
 
 
-def _name_odd(odd: Sequence[Odd[Pair]], rates: Mapping[Pair, float], seats: Mapping[int, Seat], device_kind: str) -> list[Finding]:
+def _name_odd(
+    odd: Sequence[Odd[Pair]],
+    rates: Mapping[Pair, float],
+    seats: Mapping[int, Seat],
+    device_kind: str,
+) -> list[Finding]:
     findings = []
-    left = {one.key: one for one in odd}
+    remaining = {link.key: link for link in odd}
     for side, verb in ((0, "sends"), (1, "receives")):
-        for rank in sorted({pair[side] for pair in left}):
-            all_of_rank = [pair for pair in rates if pair[side] == rank]
-            if len(all_of_rank) > 1 and all(pair in left for pair in all_of_rank):
-                mine = [left.pop(pair) for pair in all_of_rank]
-                share = max(one.share for one in mine)
-                verdict: Verdict = worst(one.verdict for one in mine)
-                told = f"rank {rank} ({seats[rank].host}) {verb} at {share:.0%} of the others' rate or less, to whomever"
-                remedy = f"Look at rank {rank}'s adapter, its slot and what else runs on {seats[rank].host}; or leave that node out"
-                findings.append(
-                    Finding(SECTION, f"slow {name_ranks([rank])}", verdict, told, remedy, {"rank": rank, "share": share})
+        for rank in sorted({pair[side] for pair in remaining}):
+            rank_pairs = [pair for pair in rates if pair[side] == rank]
+            if len(rank_pairs) > 1 and all(pair in remaining for pair in rank_pairs):
+                own_links = [remaining.pop(pair) for pair in rank_pairs]
+                share = max(link.share for link in own_links)
+                verdict: Verdict = worst(link.verdict for link in own_links)
+                value = (
+                    f"rank {rank} ({seats[rank].host}) {verb} at {share:.0%} of the others' "
+                    "rate or less on all its links"
                 )
-    for (sender, receiver), one in left.items():
-        told = f"{one.rate / 1e9:.3g} GB/s from rank {sender} to rank {receiver}, {one.share:.0%} of the others' median"
-        here, there = seats[sender], seats[receiver]
-        remedy = f"Look at the cable and switch between {here.host} and {there.host}"
-        if here.node == there.node:
-            remedy = f"Look at what else runs on {here.host}, then examine again"
+                remedy = (
+                    f"Check rank {rank}'s network adapter, its slot and other processes on "
+                    f"{seats[rank].host}, or exclude that node"
+                )
+                numbers: dict[str, float] = {"rank": rank, "share": share}
+                name = f"slow {name_ranks([rank])}"
+                findings.append(Finding(SECTION, name, verdict, value, remedy, numbers))
+    for (sender, receiver), link in remaining.items():
+        value = (
+            f"{link.rate / 1e9:.3g} GB/s from rank {sender} to rank {receiver}, "
+            f"{link.share:.0%} of the others' median"
+        )
+        sender_location = seats[sender]
+        receiver_location = seats[receiver]
+        hosts = f"{sender_location.host} and {receiver_location.host}"
+        remedy = f"Check the cable and switch between {hosts}"
+        if sender_location.node == receiver_location.node:
+            remedy = f"Check other processes on {sender_location.host}, then run doctor again"
             if device_kind == "cuda":
-                remedy = f"Look at what joins them on {here.host}: nvidia-smi topo -m, nvidia-smi nvlink -s"
-        numbers = {"sender": sender, "receiver": receiver, "share": one.share}
-        findings.append(Finding(SECTION, f"slow link {sender} -> {receiver}", one.verdict, told, remedy, numbers))
+                remedy = (
+                    f"Check the connection of these GPUs on {sender_location.host}: nvidia-smi "
+                    "topo -m, nvidia-smi nvlink -s"
+                )
+        numbers = {"sender": sender, "receiver": receiver, "share": link.share}
+        findings.append(
+            Finding(
+                SECTION, f"slow link {sender} -> {receiver}", link.verdict, value, remedy, numbers
+            )
+        )
     return findings

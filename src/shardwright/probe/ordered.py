@@ -1,6 +1,7 @@
-"""Rates that a calibration orders, quickest first, within its time; what does not fit is an omission.
+"""Rates that a calibration requests, fastest first, within its time limit.
 
-Every rank makes the same measurements, because all numbers that decide are agreed.
+A problem that exceeds the limit is an omission. All decisions use the maximum over the ranks,
+so every rank makes the same measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardwright.probe import elementwise, matmul
 from shardwright.probe.budget import Budget, Omission
 
 _ROUNDS_SECONDS = 0.25
-"""What repeated calls of a short problem take, its preparation included."""
+"""Seconds of the repeated calls of a short problem, its preparation included."""
 
 Rate = TypeVar("Rate")
 Found = Iterator[Rate | Omission]
@@ -24,14 +25,14 @@ Found = Iterator[Rate | Omission]
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """What some measurements may take."""
+    """Time limits of some measurements."""
 
     budget: Budget
-    """Of all together."""
+    """Time limit of all measurements together."""
     call_seconds: float
-    """Of one call; a problem that would take longer is reduced."""
+    """Limit of one call in seconds; longer problems are reduced."""
     most_call_seconds: float
-    """Of one call that cannot be reduced."""
+    """Limit in seconds of a call that cannot be reduced."""
 
 
 def time_products(
@@ -41,7 +42,7 @@ def time_products(
     device: torch.device,
     limit: TimeLimit,
 ) -> Found[MatmulRate]:
-    """Yield the rates of products, with fewer rows where one would take too long.
+    """Yield the rates of products, reduced to fewer rows if they take too long.
 
     Args:
         measured: products that need not be measured again.
@@ -64,49 +65,54 @@ def time_products(
             yield matmul.time_product(*reduced, device)
             done.add(reduced)
         if reduced != shape:
-            names = matmul.name_shape(shape), matmul.name_shape(reduced)
-            yield Omission("products", names[0], predict_seconds(shape), names[1])
+            name = matmul.name_shape(shape)
+            yield Omission("products", name, predict_seconds(shape), matmul.name_shape(reduced))
 
 
-def time_attention(ordered: Sequence[matmul.Rows], device: torch.device, limit: TimeLimit) -> Found[AttentionRate]:
-    """Yield the rates of attention, over fewer rows where they would take too long.
+def time_attention(
+    ordered: Sequence[matmul.Rows], device: torch.device, limit: TimeLimit
+) -> Found[AttentionRate]:
+    """Yield the rates of attention, reduced to fewer rows if they take too long.
 
-    Each rate predicts the next, of more FLOPs. The first is that of a small trial.
+    Each rate predicts the time of the next, which has more FLOPs; a small trial the first.
     """
     for precision in dict.fromkeys(rows.precision for rows in ordered):
-        wanted = [rows for rows in ordered if rows.precision == precision]
-        shortest = min(wanted, key=lambda rows: rows.row_tokens)
+        workloads = [rows for rows in ordered if rows.precision == precision]
+        shortest = min(workloads, key=lambda rows: rows.row_tokens)
         trial = matmul.reduce_rows(shortest, matmul.TRIAL_FLOPS[device.type])
         rate = matmul.time_attention(trial, device, seconds=0.02)
-        for rows in sorted(wanted, key=lambda rows: rows.flops):
-            # Where not even the trial fits the device, one second a FLOP is more than any limit.
-            mine = 1.0 if rate is None else matmul.attention_seconds(1.0, rate)
-            seconds_per_flop = limit.budget.agree(mine)
+        for rows in sorted(workloads, key=lambda rows: rows.flops):
+            # If even the trial does not fit the device, 1 s per FLOP exceeds every limit.
+            rank_seconds_per_flop = 1.0 if rate is None else matmul.attention_seconds(1.0, rate)
+            seconds_per_flop = limit.budget.agree(rank_seconds_per_flop)
             reduced = matmul.reduce_rows(rows, limit.call_seconds / seconds_per_flop)
             call_seconds = reduced.flops * seconds_per_flop
-            # Two calls forward and two backward, and one more that backward starts from.
+            # Two forward and two backward calls, and a forward call whose output backward uses.
             is_affordable = limit.budget.affords(2 * _ROUNDS_SECONDS + 3 * call_seconds)
             if not is_affordable or call_seconds > limit.most_call_seconds:
                 yield Omission("attention", matmul.name_rows(rows), rows.flops * seconds_per_flop)
                 continue
-            found = matmul.time_attention(reduced, device)
-            if found is not None:
-                yield found
-                rate = found
+            measured = matmul.time_attention(reduced, device)
+            if measured is not None:
+                yield measured
+                rate = measured
 
 
-def time_elementwise(ordered: Sequence[tuple[str, int, int]], device: torch.device, limit: TimeLimit) -> Found[ElementwiseRate]:
-    """Yield the rates of tensors (precision, tokens, width), with fewer tokens where they take too long."""
+def time_elementwise(
+    ordered: Sequence[tuple[str, int, int]], device: torch.device, limit: TimeLimit
+) -> Found[ElementwiseRate]:
+    """Yield the rates of tensors (precision, tokens, width), with fewer tokens if too slow."""
     for precision, tokens, width in ordered:
-        few = min(tokens, max(1, elementwise.TRIAL_ELEMENTS // width))
-        trial = elementwise.time_elementwise(precision, few, width, device, seconds=0.02)
-        token_seconds = limit.budget.agree(elementwise.call_seconds(trial) / few)
+        num_tokens = min(tokens, max(1, elementwise.TRIAL_ELEMENTS // width))
+        trial = elementwise.time_elementwise(precision, num_tokens, width, device, seconds=0.02)
+        token_seconds = limit.budget.agree(elementwise.call_seconds(trial) / num_tokens)
         reduced = min(tokens, max(1, int(limit.call_seconds / token_seconds)))
-        wanted, seconds = f"{precision} {tokens} x {width}", tokens * token_seconds
-        # Two calls, and the tensors that are drawn for them.
+        name = f"{precision} {tokens} x {width}"
+        seconds = tokens * token_seconds
+        # Two calls, and the initialisation of their tensors.
         if not limit.budget.affords(_ROUNDS_SECONDS + 4 * reduced * token_seconds):
-            yield Omission("elementwise", wanted, seconds)
+            yield Omission("elementwise", name, seconds)
             continue
         yield elementwise.time_elementwise(precision, reduced, width, device)
         if reduced < tokens:
-            yield Omission("elementwise", wanted, seconds, f"{precision} {reduced} x {width}")
+            yield Omission("elementwise", name, seconds, f"{precision} {reduced} x {width}")

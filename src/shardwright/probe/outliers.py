@@ -1,10 +1,12 @@
-"""Which rank, group or link is slower than the others, by a rule that one bad member cannot hide from.
+"""Detection of a rank, group or link that is slower than the others.
 
-Each member is held against the median of all the others: with two members that is the other one, with many it is a robust middle
-that a slow minority does not move. A member is odd where its rate is below a share of that median and, of five members or more,
-also by a larger factor than three times the usual scatter of the others: 1.4826 times the median absolute deviation of the
-logarithms of their rates, which is the standard deviation of a normal distribution (in logarithms, so that what stands still is odd
-however much the rest scatters). Rates are the best of several rounds, because other work only ever takes time away.
+Each member is compared with the median of all others: with two members that is the other one,
+with many a slow minority does not move it. A member is an outlier if its rate is below a share
+of that median. With five members or more it must also be slower by a factor of more than three
+times the others' scatter: 1.4826 times the median absolute deviation of the logarithms of their
+rates, which for a normal distribution is the standard deviation. With logarithms, a member that
+stands still is an outlier however much the others scatter. Rates are the best of several
+rounds, because other work can only reduce them.
 """
 
 from __future__ import annotations
@@ -20,35 +22,35 @@ from shardwright.probe.finding import Verdict, graded
 Key = TypeVar("Key")
 
 _FEWEST_FOR_SCATTER = 4
-"""Others from which their scatter says something."""
+"""Minimum number of other members for a meaningful scatter."""
 _SCATTERS = 3.0
 _NORMAL = 1.4826
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Shares of the others' median below which a member is told, and below which it fails."""
+    """Shares of the others' median below which a member warns and fails."""
 
     warn: float
     fail: float
 
 
 DEVICE_LIMITS = Limits(warn=0.9, fail=0.7)
-"""Accelerators of one kind lie within a few percent of each other."""
+"""Thresholds of accelerators; those of one model differ by a few percent."""
 CPU_LIMITS = Limits(warn=0.6, fail=0.3)
-"""Cores and their memory are shared with whatever else runs there."""
+"""Thresholds of CPUs, whose cores and memory other processes use, too."""
 LINK_LIMITS = Limits(warn=0.7, fail=0.4)
-"""Links of one kind; those over a busy network vary more than devices."""
+"""Thresholds of links; links over a busy network vary more than devices."""
 
 
 def limits_for(device: str) -> Limits:
-    """Of the rates of `cpu` or `cuda` devices."""
+    """Choose the thresholds for the rates of `cpu` or `cuda` devices."""
     return CPU_LIMITS if device == "cpu" else DEVICE_LIMITS
 
 
 @dataclass(frozen=True)
 class Odd(Generic[Key]):
-    """A member with its rate, the others' median, and how bad that is."""
+    """Slow member with its rate, the others' median and the verdict."""
 
     key: Key
     rate: float
@@ -57,28 +59,29 @@ class Odd(Generic[Key]):
 
     @property
     def share(self) -> float:
-        """Of the others' median."""
+        """Rate as a share of the others' median."""
         return self.rate / self.others
 
 
 def find_odd(rates: Mapping[Key, float], limits: Limits) -> list[Odd[Key]]:
-    """Members that are slower than the others, slowest first; larger rates are better.
+    """Find members that are slower than the others, slowest first; larger rates are better.
 
-    >>> [odd.key for odd in find_odd({0: 100.0, 1: 40.0}, Limits(0.9, 0.7))]
+    >>> [slow.key for slow in find_odd({0: 100.0, 1: 40.0}, Limits(0.9, 0.7))]
     [1]
-    >>> [odd.key for odd in find_odd({0: 100.0, 1: 99.0, 2: 101.0, 3: 60.0, 4: 100.0}, Limits(0.9, 0.7))]
+    >>> rates = {0: 100.0, 1: 99.0, 2: 101.0, 3: 60.0, 4: 100.0}
+    >>> [slow.key for slow in find_odd(rates, Limits(0.9, 0.7))]
     [3]
     """
-    found = []
+    outliers = []
     for key, rate in rates.items():
         others = [other for name, other in rates.items() if name != key]
         if not others:
             continue
-        middle = median(others)
-        verdict = graded(rate / middle, warn=limits.warn, fail=limits.fail)
+        median_rate = median(others)
+        verdict = graded(rate / median_rate, warn=limits.warn, fail=limits.fail)
         scatter = 0.0
         if len(others) >= _FEWEST_FOR_SCATTER:
-            scatter = _NORMAL * median(abs(log(other / middle)) for other in others)
-        if verdict != "pass" and log(middle / rate) > _SCATTERS * scatter:
-            found.append(Odd(key, rate, middle, verdict))
-    return sorted(found, key=lambda odd: odd.share)
+            scatter = _NORMAL * median(abs(log(other / median_rate)) for other in others)
+        if verdict != "pass" and log(median_rate / rate) > _SCATTERS * scatter:
+            outliers.append(Odd(key, rate, median_rate, verdict))
+    return sorted(outliers, key=lambda outlier: outlier.share)

@@ -1,4 +1,4 @@
-"""Versions, and what they enable: collectives, kernels of attention, the compiler, optional packages."""
+"""Versions of packages, collectives, attention kernels, compiler and optional packages."""
 
 from __future__ import annotations
 
@@ -35,32 +35,40 @@ _OPTIONAL = {
     "matplotlib": ("plots of benchmarks", "shardwright[plots]"),
     "torchao": ("quantised weights", "torchao"),
 }
-"""Optional packages: what each enables, and what installs it."""
+"""Feature and pip requirement of each optional package."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """What one rank's environment holds. `versions` by package; `requirements` those that ours names and are not met."""
+    """Software of one rank; `requirements` are those of shardwright that are not met."""
 
     versions: Mapping[str, str]
     requirements: tuple[str, ...]
     attention: tuple[str, ...]
-    """Fused kernels of scaled_dot_product_attention that ran on the device."""
+    """Kernels of scaled_dot_product_attention that run on the device."""
     compiler: str
-    """What torch.compile would build with; empty where there is none."""
+    """Compiler that torch.compile uses; empty if there is none."""
     collectives: tuple[str, ...]
     cuda: bool
     missing: tuple[str, ...]
-    """Optional packages that are not there."""
+    """Optional packages that are not installed."""
 
 
 def read_software(device: torch.device) -> Software:
-    """Of this process; attention is tried on `device`."""
+    """Read the software of this process; attention kernels run on `device`."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("shardwright", "transformers", "tokenizers", "safetensors", *_OPTIONAL, "flash-attn", "triton"):
-        found = _version(name)
-        if found is not None:
-            versions[name] = found
+    for name in (
+        "shardwright",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        *_OPTIONAL,
+        "flash-attn",
+        "triton",
+    ):
+        version = _version(name)
+        if version is not None:
+            versions[name] = version
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     collectives = ["gloo"] if dist.is_gloo_available() else []
@@ -80,22 +88,31 @@ def read_software(device: torch.device) -> Software:
 
 
 def unmet(requirements: Sequence[str], versions: Mapping[str, str]) -> list[str]:
-    """Requirements (PEP 508) that the installed versions do not meet; extras are left out.
+    """Find requirements (PEP 508) that the installed versions do not meet; extras are ignored.
 
-    >>> unmet(["torch>=99", "numpy>=1", "wandb>=1 ; extra == 'wandb'"], {"torch": "2.13.0+cpu", "numpy": "2.0"})
-    ['torch>=99 is wanted, 2.13.0+cpu is installed']
+    >>> requirements = ["torch>=99", "numpy>=1", "wandb>=1 ; extra == 'wandb'"]
+    >>> unmet(requirements, {"torch": "2.13.0+cpu", "numpy": "2.0"})
+    ['torch>=99 is required, 2.13.0+cpu is installed']
     """
-    found = []
+    problems = []
     for text in requirements:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         installed = versions.get(requirement.name) or _version(requirement.name)
         if installed is None:
-            found.append(f"{requirement.name}{requirement.specifier} is wanted, none is installed")
-        elif Version(installed) not in requirement.specifier and Version(installed).public not in requirement.specifier:
-            found.append(f"{requirement.name}{requirement.specifier} is wanted, {installed} is installed")
-    return found
+            problems.append(
+                f"{requirement.name}{requirement.specifier} is required but not installed"
+            )
+        elif (
+            Version(installed) not in requirement.specifier
+            and Version(installed).public not in requirement.specifier
+        ):
+            problems.append(
+                f"{requirement.name}{requirement.specifier} is required, {installed} is "
+                "installed"
+            )
+    return problems
 
 
 def _version(package: str) -> str | None:
@@ -106,10 +123,10 @@ def _version(package: str) -> str | None:
 
 
 def _runs(backend: SDPBackend, device: torch.device) -> bool:
-    """Whether a kernel of attention takes a small case: 4 heads of 64, 128 tokens, bf16, causal."""
+    """Return True if an attention kernel runs on 4 heads of 64, 128 tokens, bf16, causal."""
     q_BHLE = torch.zeros(1, 4, 128, 64, dtype=torch.bfloat16, device=device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a kernel that refuses says why in warnings, one per reason
+        warnings.simplefilter("ignore")  # an unsupported kernel warns once per reason
         try:
             with sdpa_kernel(backend):
                 F.scaled_dot_product_attention(q_BHLE, q_BHLE, q_BHLE, is_causal=True)
@@ -119,7 +136,7 @@ def _runs(backend: SDPBackend, device: torch.device) -> bool:
 
 
 def _compiler(device: torch.device) -> str:
-    """What inductor generates code for: triton on CUDA, a C++ compiler on the CPU."""
+    """Find the compiler that inductor needs: triton on CUDA, a C++ compiler on the CPU."""
     if device.type == "cuda":
         return "triton" if importlib.util.find_spec("triton") else ""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
@@ -127,39 +144,47 @@ def _compiler(device: torch.device) -> str:
 
 
 def judge_software(by_rank: Mapping[int, Software]) -> list[Finding]:
-    """Versions against what we ask for and against each other's, and what they enable."""
+    """Judge versions against requirements and between ranks, and the available features."""
     first = by_rank[min(by_rank)]
-    shown = ", ".join(f"{name} {version}" for name, version in first.versions.items() if name not in _OPTIONAL)
-    findings = [_judge_versions(first, shown), *_judge_agreement(by_rank)]
+    versions_text = ", ".join(
+        f"{name} {version}" for name, version in first.versions.items() if name not in _OPTIONAL
+    )
+    findings = [_judge_versions(first, versions_text), *_judge_agreement(by_rank)]
     backend = "nccl" if first.cuda else "gloo"
     if backend in first.collectives:
         findings.append(Finding(SECTION, "collectives", "pass", ", ".join(first.collectives)))
     else:
-        has = ", ".join(first.collectives) or "none"
+        available = ", ".join(first.collectives) or "none"
         findings.append(
             Finding(
-                SECTION, "collectives", "fail", f"this torch is built without {backend} (it has {has})", "Install torch's own wheel"
+                SECTION,
+                "collectives",
+                "fail",
+                f"this torch is built without {backend} (it has {available})",
+                "Install an official wheel of torch",
             )
         )
     findings.append(_judge_attention(first))
     if first.compiler:
-        findings.append(Finding(SECTION, "compile", "pass", f"model.compile builds with {first.compiler}"))
+        value = f"model.compile uses {first.compiler}"
+        findings.append(Finding(SECTION, "compile", "pass", value))
     else:
-        wanted = "pip install triton" if first.cuda else "Install g++"
-        findings.append(Finding(SECTION, "compile", "warn", "model.compile: true will fail: no compiler", wanted))
+        remedy = "pip install triton" if first.cuda else "Install g++"
+        value = "no compiler, so model.compile: true will fail"
+        findings.append(Finding(SECTION, "compile", "warn", value, remedy))
     return [*findings, _judge_optional(first)]
 
 
 def _judge_versions(first: Software, shown: str) -> Finding:
     if first.requirements:
-        return Finding(
-            SECTION, "versions", "fail", "; ".join(first.requirements), "pip install -c constraints.txt shardwright", first.versions
-        )
+        value = "; ".join(first.requirements)
+        remedy = "pip install -c constraints.txt shardwright"
+        return Finding(SECTION, "versions", "fail", value, remedy, first.versions)
     return Finding(SECTION, "versions", "pass", shown, numbers=dict(first.versions))
 
 
 def _judge_agreement(by_rank: Mapping[int, Software]) -> list[Finding]:
-    """Nothing where there is one rank."""
+    """Compare versions between ranks; no finding for a single rank."""
     if len(by_rank) == 1:
         return []
     differing = []
@@ -168,29 +193,53 @@ def _judge_agreement(by_rank: Mapping[int, Software]) -> list[Finding]:
         for rank, software in by_rank.items():
             ranks.setdefault(software.versions.get(name, "none"), []).append(rank)
         if len(ranks) > 1:
-            differing.append(f"{name}: " + "; ".join(f"{version} on {name_ranks(members)}" for version, members in ranks.items()))
+            differing.append(
+                f"{name}: "
+                + "; ".join(
+                    f"{version} on {name_ranks(members)}" for version, members in ranks.items()
+                )
+            )
     if differing:
-        return [Finding(SECTION, "same on all ranks", "fail", ". ".join(differing), "Install the same versions on every node")]
+        return [
+            Finding(
+                SECTION,
+                "same on all ranks",
+                "fail",
+                ". ".join(differing),
+                "Install the same versions on every node",
+            )
+        ]
     return [Finding(SECTION, "same on all ranks", "pass", f"{len(by_rank)} ranks")]
 
 
 def _judge_attention(first: Software) -> Finding:
     fused = [name for name in first.attention if name != "math"]
     if fused:
-        return Finding(SECTION, "attention", "pass", f"{', '.join(fused)} (bf16, heads of 64)", numbers={"kernels": list(fused)})
+        return Finding(
+            SECTION,
+            "attention",
+            "pass",
+            f"{', '.join(fused)} (bf16, heads of 64)",
+            numbers={"kernels": list(fused)},
+        )
     return Finding(
         SECTION,
         "attention",
         "warn",
-        "no fused kernel takes bf16 heads of 64: scores are held in full",
+        "no fused kernel supports bf16 heads of 64, so the whole score matrix is stored",
         "Use a device and a torch build with flash attention",
     )
 
 
 def _judge_optional(first: Software) -> Finding:
-    here = [name for name in _OPTIONAL if name not in first.missing]
-    value = f"has {', '.join(here)}" if here else "none of the optional packages"
+    installed = [name for name in _OPTIONAL if name not in first.missing]
+    value = f"installed: {', '.join(installed) or 'none'}"
     if first.missing:
-        lacking = (f"{name} ({_OPTIONAL[name][0]}: pip install '{_OPTIONAL[name][1]}')" for name in first.missing)
-        value += f"; without {', '.join(lacking)}"
-    return Finding(SECTION, "optional packages", "pass", value, numbers={"missing": list(first.missing)})
+        missing = (
+            f"{name} ({_OPTIONAL[name][0]}: pip install '{_OPTIONAL[name][1]}')"
+            for name in first.missing
+        )
+        value += f"; missing: {', '.join(missing)}"
+    return Finding(
+        SECTION, "optional packages", "pass", value, numbers={"missing": list(first.missing)}
+    )

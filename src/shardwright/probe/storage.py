@@ -1,4 +1,4 @@
-"""Folders that a run writes to: room, speed with fsync, and whether every rank sees the same one."""
+"""Folders that a run writes to: free space, speed with fsync, visibility from all ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SECTION = "storage"
 _PREFIX = ".shardwright-doctor-"
 _TRIAL_BYTES = MIB_BYTES
 _LONGEST_WRITE_SECONDS = 5.0
-"""A slow disk gets a smaller file, by what a trial of one MiB takes."""
+"""Time limit of a write; a trial of 1 MiB determines the size of the file."""
 _LEAST_FREE = 5 * GIB_BYTES
 _SLOW_BYTES_PER_SECOND = 100e6
-"""A disk that writes less holds up every save: a spinning disk, or a share that is full."""
+"""Write rate below which a disk delays every save, such as a hard disk or a full share."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of a run. `shared`: every rank writes there, so that all nodes must see the same one."""
+    """Folder of a run; if `shared`, all ranks write to it and all nodes must share it."""
 
     use: str
     path: str
@@ -38,7 +38,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank found of a folder: where a file could be made, room, bytes/s of a write with fsync; or why none was made."""
+    """Write test of a folder on one rank: path, free bytes, bytes/s with fsync, error."""
 
     use: str
     path: str
@@ -49,7 +49,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Sight:
-    """Which other ranks' files a rank did not see in a folder, and how long the slowest took to appear."""
+    """Ranks whose files a rank did not see in a folder, and seconds until it saw the others."""
 
     use: str
     path: str
@@ -59,7 +59,7 @@ class Sight:
 
 
 def existing(path: Path) -> Path:
-    """The folder, or the nearest above it that is there: the examination makes no folder.
+    """Find the folder or its nearest existing parent: the examination creates no folders.
 
     >>> existing(Path("/usr/no-such-folder/inside")).as_posix()
     '/usr'
@@ -69,125 +69,167 @@ def existing(path: Path) -> Path:
 
 
 def time_write(folder: Folder, *, num_bytes: int = 32 * MIB_BYTES) -> Written:
-    """Write a file of random bytes (nothing can compress them), bring it to the device, remove it.
+    """Measure writing a file of random bytes (not compressible) with fsync, then remove it.
 
-    The file is smaller than `num_bytes` where the disk would take more than a few seconds for it.
+    The file is smaller than `num_bytes` if the disk would need more than a few seconds for it.
     """
-    place = existing(Path(folder.path))
-    path = place / f"{_PREFIX}{secrets.token_hex(8)}"
+    parent = existing(Path(folder.path))
+    path = parent / f"{_PREFIX}{secrets.token_hex(8)}"
     try:
-        seconds = _write_seconds(path, written := min(num_bytes, _TRIAL_BYTES))
-        affordable = min(num_bytes, int(written * _LONGEST_WRITE_SECONDS / seconds))
-        if affordable > written:
-            seconds = _write_seconds(path, written := affordable)
-        free = shutil.disk_usage(place).free
+        file_bytes = min(num_bytes, _TRIAL_BYTES)
+        seconds = _write_seconds(path, file_bytes)
+        affordable_bytes = min(num_bytes, int(file_bytes * _LONGEST_WRITE_SECONDS / seconds))
+        if affordable_bytes > file_bytes:
+            file_bytes = affordable_bytes
+            seconds = _write_seconds(path, file_bytes)
+        free_bytes = shutil.disk_usage(parent).free
     except OSError as error:
-        return Written(folder.use, str(place), problem=error.strerror or str(error))
+        return Written(folder.use, str(parent), problem=error.strerror or str(error))
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    return Written(folder.use, str(place), free, written / seconds)
+    return Written(folder.use, str(parent), free_bytes, file_bytes / seconds)
 
 
 def _write_seconds(path: Path, num_bytes: int) -> float:
     block = memoryview(os.urandom(min(num_bytes, 4 * MIB_BYTES)))
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for start in range(0, num_bytes, len(block)):
             file.write(block[: num_bytes - start])
         os.fsync(file.fileno())
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
-def look_for_others(folder: Folder, store: dist.Store, rank: int, world_size: int, *, wait_seconds: float = 10.0) -> Sight:
-    """Leave a file of this rank and look for everyone else's, as long as a network file system may keep its view of a folder.
+def look_for_others(
+    folder: Folder, store: dist.Store, rank: int, world_size: int, *, wait_seconds: float = 10.0
+) -> Sight:
+    """Write a file of this rank and look for those of all others for up to `wait_seconds`.
 
-    Every rank calls this for the same folders in the same order; the store says who is ready and who has looked.
+    Network file systems may cache the contents of a folder that long. Every rank calls this for
+    the same folders in the same order; the store synchronises the ranks.
     """
-    place = existing(Path(folder.path))
+    parent = existing(Path(folder.path))
     topic = f"sight/{folder.use}"
     if rank == 0:
         store.set(f"{topic}/token", secrets.token_hex(8))
     token = store.get(f"{topic}/token").decode()
-    mine, problem = place / f"{_PREFIX}{token}-{rank}", ""
+    own_file = parent / f"{_PREFIX}{token}-{rank}"
+    problem = ""
     try:
-        with mine.open("wb") as file:
+        with own_file.open("wb") as file:
             file.write(token.encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         problem = error.strerror or str(error)
     wait_for_all(store, f"{topic}/written", world_size)
-    began = time.perf_counter()
+    start = time.perf_counter()
     unseen = {other for other in range(world_size) if other != rank}
-    while unseen and time.perf_counter() - began < wait_seconds:
+    while unseen and time.perf_counter() - start < wait_seconds:
         names = set()
         with suppress(OSError):
-            names = {entry.name for entry in os.scandir(place)}
+            names = {entry.name for entry in os.scandir(parent)}
         unseen = {other for other in unseen if f"{_PREFIX}{token}-{other}" not in names}
         if unseen:
             time.sleep(0.2)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     wait_for_all(store, f"{topic}/seen", world_size)
     with suppress(OSError):
-        mine.unlink(missing_ok=True)
-    return Sight(folder.use, str(place), tuple(sorted(unseen)), seconds, problem)
+        own_file.unlink(missing_ok=True)
+    return Sight(folder.use, str(parent), tuple(sorted(unseen)), seconds, problem)
 
 
 def wait_for_all(store: dist.Store, key: str, world_size: int) -> None:
-    """Until every rank has come here once; the store's own time-out ends the waiting with an error."""
+    """Wait until every rank has called this; the store raises an error after its time-out."""
     if store.add(f"{key}/count", 1) == world_size:
         store.set(f"{key}/all", "1")
     store.wait([f"{key}/all"])
 
 
-def judge_writes(written: Mapping[int, Sequence[Written]], hosts: Mapping[int, str]) -> list[Finding]:
-    """Each folder: where it cannot be written, where it is full, where it is slow."""
+def judge_writes(
+    written: Mapping[int, Sequence[Written]], hosts: Mapping[int, str]
+) -> list[Finding]:
+    """Judge each folder: write errors, free space and speed."""
     findings = []
     for use in dict.fromkeys(item.use for items in written.values() for item in items):
-        of_rank = {rank: item for rank, items in written.items() for item in items if item.use == use}
-        broken = {rank: item for rank, item in of_rank.items() if item.problem}
-        if broken:
-            rank, item = min(broken.items())
-            told = f"{name_ranks(broken)} cannot write to {item.path} ({hosts[rank]}): {item.problem}"
-            findings.append(Finding(SECTION, use, "fail", told, f"ls -ld {item.path}; or name another folder in the recipe"))
+        by_rank = {
+            rank: item for rank, items in written.items() for item in items if item.use == use
+        }
+        failed = {rank: item for rank, item in by_rank.items() if item.problem}
+        if failed:
+            rank, item = min(failed.items())
+            value = (
+                f"{name_ranks(failed)} cannot write to {item.path} ({hosts[rank]}): "
+                f"{item.problem}"
+            )
+            remedy = f"Check ls -ld {item.path}, or set another folder in the recipe"
+            findings.append(Finding(SECTION, use, "fail", value, remedy))
             continue
-        slowest = min(of_rank.values(), key=lambda item: item.bytes_per_second)
-        fullest = min(of_rank.values(), key=lambda item: item.free_bytes)
-        told = f"{slowest.path}: {format_bytes(fullest.free_bytes)} free, {slowest.bytes_per_second / 1e6:.3g} MB/s with fsync"
+        slowest = min(by_rank.values(), key=lambda item: item.bytes_per_second)
+        fullest = min(by_rank.values(), key=lambda item: item.free_bytes)
+        value = (
+            f"{slowest.path}: {format_bytes(fullest.free_bytes)} free, "
+            f"{slowest.bytes_per_second / 1e6:.3g} MB/s with fsync"
+        )
         verdict: Verdict = "pass"
         remedy = ""
         if fullest.free_bytes < _LEAST_FREE:
-            verdict, remedy = "warn", f"du -sh {fullest.path}/*: make room, or name another folder in the recipe"
+            verdict = "warn"
+            remedy = f"Free space (du -sh {fullest.path}/*), or set another folder"
         elif slowest.bytes_per_second < _SLOW_BYTES_PER_SECOND:
-            verdict, remedy = "warn", "Write to a faster disk; checkpoint.asynchronous hides some of it"
-        numbers = {"free_bytes": fullest.free_bytes, "bytes_per_second": slowest.bytes_per_second, "path": slowest.path}
-        findings.append(Finding(SECTION, use, verdict, told, remedy, numbers))
+            verdict = "warn"
+            remedy = "Write to a faster disk; checkpoint.asynchronous overlaps part of it"
+        numbers = {
+            "free_bytes": fullest.free_bytes,
+            "bytes_per_second": slowest.bytes_per_second,
+            "path": slowest.path,
+        }
+        findings.append(Finding(SECTION, use, verdict, value, remedy, numbers))
     return findings
 
 
-def judge_sights(sights: Mapping[int, Sequence[Sight]], folders: Sequence[Folder], hosts: Mapping[int, str]) -> list[Finding]:
-    """Whether all ranks see one folder. A cache of its own on every node works; checkpoints and runs do not."""
+def judge_sights(
+    sights: Mapping[int, Sequence[Sight]], folders: Sequence[Folder], hosts: Mapping[int, str]
+) -> list[Finding]:
+    """Judge whether all ranks see the same folder.
+
+    Caches may be local to a node; checkpoints and run folders may not.
+    """
     findings = []
     for folder in folders:
-        of_rank = {rank: sight for rank, found in sights.items() for sight in found if sight.use == folder.use}
-        if not of_rank:
+        by_rank = {
+            rank: sight
+            for rank, rank_sights in sights.items()
+            for sight in rank_sights
+            if sight.use == folder.use
+        }
+        if not by_rank:
             continue
         name = f"{folder.use} seen by all"
-        blind = {rank: sight for rank, sight in of_rank.items() if sight.unseen}
-        if not blind:
-            slowest = max(sight.seconds for sight in of_rank.values())
-            told = f"{len(of_rank)} ranks, after {slowest:.1f} s at most"
-            findings.append(Finding(SECTION, name, "pass", told, numbers={"seconds": slowest}))
+        incomplete = {rank: sight for rank, sight in by_rank.items() if sight.unseen}
+        if not incomplete:
+            slowest = max(sight.seconds for sight in by_rank.values())
+            value = f"seen by {len(by_rank)} ranks within {slowest:.1f} s"
+            findings.append(Finding(SECTION, name, "pass", value, numbers={"seconds": slowest}))
             continue
-        rank, sight = min(blind.items(), key=lambda item: (-len(item[1].unseen), item[0]))
-        told = f"rank {rank} ({hosts[rank]}) does not see what {name_ranks(sight.unseen)} wrote in {sight.path}"
-        if len(blind) > 1:
-            told += f"; {len(blind)} of {len(of_rank)} ranks do not see everybody's"
+        rank, sight = min(incomplete.items(), key=lambda item: (-len(item[1].unseen), item[0]))
+        value = (
+            f"rank {rank} ({hosts[rank]}) does not see what {name_ranks(sight.unseen)} wrote "
+            f"in {sight.path}"
+        )
+        if len(incomplete) > 1:
+            value += f"; {len(incomplete)} of {len(by_rank)} ranks do not see all files"
         if folder.shared:
-            remedy = f"Mount one file system at {folder.path} on every node (df {sight.path} on each), or name a shared folder"
-            findings.append(Finding(SECTION, name, "fail", told, remedy))
+            remedy = (
+                f"Mount one file system at {folder.path} on all nodes (df {sight.path} on "
+                "each), or set a shared folder"
+            )
+            findings.append(Finding(SECTION, name, "fail", value, remedy))
         else:
-            remedy = "Every node will tokenise for itself: name a shared data.cache_dir, or fill each with `shardwright data`"
-            findings.append(Finding(SECTION, name, "warn", told, remedy))
+            remedy = (
+                "Every node will tokenise the data itself: set a shared data.cache_dir, or run "
+                "`shardwright data` on each"
+            )
+            findings.append(Finding(SECTION, name, "warn", value, remedy))
     return findings

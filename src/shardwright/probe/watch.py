@@ -1,4 +1,7 @@
-"""A time limit on every stage of the examination, kept by a thread: what hangs in a kernel or a system call cannot time itself."""
+"""Time limit of every stage of the examination.
+
+A thread watches it, because a hanging kernel or system call cannot measure its own time.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,28 @@ from shardwright.probe.rendezvous import Meeting
 _TICK_SECONDS = 0.25
 _POLL = timedelta(seconds=1)
 _PROGRESS = "progress"
-"""Counts what all ranks have measured."""
+"""Key of the number of measurements of all ranks."""
 BROKEN = "broken"
-"""Set by a rank whose stage failed."""
+"""Key that a rank sets if its stage fails."""
 
 
 class Watch:
-    """Calls `expired` from its thread, with the stage's name, when a stage makes no progress for `timeout_seconds`.
+    """Thread that calls `expired` with a stage's name after `timeout_seconds` without progress.
 
-    Ranks other than 0 are given a few seconds more, so that rank 0 tells of it before anybody leaves.
+    Ranks other than 0 wait a few seconds longer, so that rank 0 reports the hang first.
     """
 
     def __init__(
-        self, timeout_seconds: float, expired: Callable[[str], None], rank: int = 0, store: dist.Store | None = None
+        self,
+        timeout_seconds: float,
+        expired: Callable[[str], None],
+        rank: int = 0,
+        store: dist.Store | None = None,
     ) -> None:
         self.timeout_seconds = timeout_seconds + (5.0 if rank else 0.0)
-        self._expired, self._rank, self._store = expired, rank, store
+        self._expired = expired
+        self._rank = rank
+        self._store = store
         self._stage: str | None = None
         self._since = time.monotonic()
         self._over = threading.Event()
@@ -41,26 +50,27 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What happens in the block is watched, and the others can see that this rank is there."""
+        """Watch the block, and show the other ranks the stage of this rank."""
         if self._store is not None:
             self._store.set(f"stage/{self._rank}", name)
-        self._since, self._stage = time.monotonic(), name
+        self._since = time.monotonic()
+        self._stage = name
         try:
             yield
         finally:
             self._stage = None
 
     def progress(self) -> None:
-        """One more measurement is done: the time begins anew, for this rank and for those that wait for it."""
+        """Record a measurement; restart the time of this rank and of ranks that wait for it."""
         self._since = time.monotonic()
         if self._store is not None:
             self._store.add(_PROGRESS, 1)
 
     def wait(self, key: str) -> None:
-        """Until a key is there, as long as any rank makes progress; this rank's time goes on where none does.
+        """Wait for a key; any rank's progress restarts the time of this rank.
 
         Raises:
-            RankFailed: a rank has broken off, so that the key will not come.
+            RankFailed: another rank has failed, so it will not set the key.
         """
         assert self._store is not None
         seen = 0
@@ -69,10 +79,11 @@ class Watch:
                 self._store.wait([key], _POLL)
                 return
             if self._store.check([BROKEN]):
-                raise RankFailed("another rank has broken off")
-            now = self._store.add(_PROGRESS, 0)
-            if now != seen:
-                seen, self._since = now, time.monotonic()
+                raise RankFailed("another rank has failed")
+            num_measurements = self._store.add(_PROGRESS, 0)
+            if num_measurements != seen:
+                seen = num_measurements
+                self._since = time.monotonic()
 
     def close(self) -> None:
         """Stop watching."""
@@ -87,45 +98,54 @@ class Watch:
                 return
 
 
-def wait_for_reports(store: dist.Store, keys: Mapping[int, str], timeout_seconds: float) -> list[int]:
-    """Ranks whose key has not come when no rank has made progress for so long."""
-    missing, seen, since = dict(keys), 0, time.monotonic()
+def wait_for_reports(
+    store: dist.Store, keys: Mapping[int, str], timeout_seconds: float
+) -> list[int]:
+    """Wait for keys; return ranks without one after `timeout_seconds` without any progress."""
+    missing = dict(keys)
+    seen = 0
+    since = time.monotonic()
     while missing and time.monotonic() - since < timeout_seconds:
         missing = {rank: key for rank, key in missing.items() if not store.check([key])}
-        now = store.add(_PROGRESS, 0)
-        if now != seen:
-            seen, since = now, time.monotonic()
+        num_measurements = store.add(_PROGRESS, 0)
+        if num_measurements != seen:
+            seen = num_measurements
+            since = time.monotonic()
         if missing:
             with suppress(dist.DistError):
                 store.wait([next(iter(missing.values()))], _POLL)
     return sorted(missing)
 
 
-def judge_standstill(stage: str, timeout_seconds: float, meeting: Meeting | None, order: tuple[str, ...]) -> Finding:
-    """Who is behind, where one rank's stage has made no progress: ranks in an earlier stage, or all where all are in the same."""
-    told = f"no progress in {timeout_seconds:g} s"
+def judge_standstill(
+    stage: str, timeout_seconds: float, meeting: Meeting | None, order: tuple[str, ...]
+) -> Finding:
+    """Report a stage without progress, with the ranks in an earlier stage if there are any."""
+    value = f"no progress in {timeout_seconds:g} s"
     if meeting is None:
-        return Finding("peers", stage, "fail", told, "The device or the file system hangs: dmesg | tail, nvidia-smi")
-    places: dict[str, list[int]] = {}
+        remedy = "The device or the file system hangs: check dmesg | tail, nvidia-smi"
+        return Finding("peers", stage, "fail", value, remedy)
+    ranks_by_stage: dict[str, list[int]] = {}
     for rank in range(meeting.world_size):
         key = f"stage/{rank}"
-        place = meeting.side.get(key).decode() if meeting.side.check([key]) else "the start"
-        places.setdefault(place, []).append(rank)
-    behind = {place: ranks for place, ranks in places.items() if place not in order or order.index(place) < order.index(stage)}
+        rank_stage = meeting.side.get(key).decode() if meeting.side.check([key]) else "the start"
+        ranks_by_stage.setdefault(rank_stage, []).append(rank)
+    behind = {
+        rank_stage: ranks
+        for rank_stage, ranks in ranks_by_stage.items()
+        if rank_stage not in order or order.index(rank_stage) < order.index(stage)
+    }
     if not behind:
-        return Finding(
-            "peers",
-            stage,
-            "fail",
-            f"{told}; every rank is in it",
-            "Its collectives hang: NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME=eth0",
-        )
-    who = "; ".join(
-        f"{name_ranks(ranks)} ({', '.join(sorted({meeting.hosts[rank] for rank in ranks}))}) still at {place}"
-        for place, ranks in behind.items()
+        remedy = "Its collectives hang: set NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME=eth0"
+        return Finding("peers", stage, "fail", f"{value}; all ranks are in this stage", remedy)
+    behind_text = "; ".join(
+        f"{name_ranks(ranks)} ({', '.join(sorted({meeting.hosts[rank] for rank in ranks}))}) "
+        f"still at {rank_stage}"
+        for rank_stage, ranks in behind.items()
     )
     hosts = sorted({meeting.hosts[rank] for ranks in behind.values() for rank in ranks})
-    remedy = f"Look at {', '.join(hosts)}: dmesg | tail, nvidia-smi; leave it out"
+    remedy = f"Check {', '.join(hosts)} (dmesg | tail, nvidia-smi), or exclude it"
+    ranks_behind = sorted(rank for ranks in behind.values() for rank in ranks)
     return Finding(
-        "peers", stage, "fail", f"{told}: {who}", remedy, {"behind": sorted(r for ranks in behind.values() for r in ranks)}
+        "peers", stage, "fail", f"{value}: {behind_text}", remedy, {"behind": ranks_behind}
     )

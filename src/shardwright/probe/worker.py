@@ -1,4 +1,7 @@
-"""One rank of an examination that `examine` started: `python -m shardwright.probe.worker ORDER ANSWER`."""
+"""One rank of an examination that `examine` starts.
+
+`python -m shardwright.probe.worker ORDER ANSWER`
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from shardwright.train.ranks import find_ranks
 
 
 def main() -> int:
-    """Examine as one rank; rank 0 leaves the answer for the process that started it."""
+    """Examine as one rank; rank 0 writes the diagnosis for the process that started it."""
     ranks = find_ranks()
     assert ranks is not None, "this module is started by examine"
     order, answer = (Path(word) for word in sys.argv[1:3])
@@ -35,7 +38,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Threads of groups may still wait for peers that are gone.
+    # Threads of process groups may still wait for peers that have ended.
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""The real training step watched from inside: every collective in order, every live byte, on ranks that need not exist."""
+"""Rehearsal: the real training step on fake devices, with its collectives and memory."""

@@ -1,7 +1,8 @@
-"""Do all ranks' sequences of collectives agree? Every collective is met by all of its group, every send by its receive.
+"""Check that the ranks' sequences of collectives match.
 
-The sequences are walked together as the ranks would walk them: a collective waits for the others of its group, sends and receives
-do not wait (their order within a pipeline is proven by `schedule.check`) but must meet in the order in which they were posted.
+The sequences are executed together: a collective blocks until all ranks of its group call it.
+Sends and receives do not block (`schedule.check` proves their order within a pipeline), but
+between two ranks they must match in the order in which they are posted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardwright.rehearse.collectives import Collective
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What does not meet, and where: `ranks` are those to look at, `place` counts each one's collectives from 0."""
+    """First mismatch: message, ranks involved, and index of the collective, from 0."""
 
     told: str
     ranks: tuple[int, ...]
@@ -26,49 +27,56 @@ class Disagreement:
 
 
 def find_disagreement(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
-    """The first thing on which ranks disagree; None where all of them come to their ends.
+    """Return the first mismatch between ranks; None if every rank finishes its sequence.
 
     Args:
-        sequences: every rank's collectives, in its order.
+        sequences: the collectives of every rank, in the order of its calls.
     """
     return _first_mismatched_exchange(sequences) or _first_stuck(sequences)
 
 
-def _first_mismatched_exchange(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
-    """Sends and receives between each two ranks, in the order in which they were posted."""
-    sent: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
-    received: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
+def _first_mismatched_exchange(
+    sequences: Mapping[int, Sequence[Collective]],
+) -> Disagreement | None:
+    """Match sends with receives between every two ranks, in the order of posting."""
+    sends: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
+    receives: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
     for rank, calls in sequences.items():
         for place, call in enumerate(calls):
             if call.kind == "send":
                 assert call.peer is not None
-                sent.setdefault((rank, call.peer), deque()).append((place, call))
+                sends.setdefault((rank, call.peer), deque()).append((place, call))
             elif call.kind == "recv":
                 assert call.peer is not None
-                received.setdefault((call.peer, rank), deque()).append((place, call))
-    for source, target in sorted(sent.keys() | received.keys()):
-        givens, takes = sent.get((source, target), deque()), received.get((source, target), deque())
+                receives.setdefault((call.peer, rank), deque()).append((place, call))
+    for source, target in sorted(sends.keys() | receives.keys()):
+        pair_sends = sends.get((source, target), deque())
+        pair_receives = receives.get((source, target), deque())
         number = 0
-        while givens and takes:
-            (place, given), (_, taken) = givens.popleft(), takes.popleft()
-            if (given.num_bytes, given.dtype) != (taken.num_bytes, taken.dtype):
+        while pair_sends and pair_receives:
+            place, send = pair_sends.popleft()
+            _, receive = pair_receives.popleft()
+            if (send.num_bytes, send.dtype) != (receive.num_bytes, receive.dtype):
                 return Disagreement(
-                    f"message {number} from rank {source} to rank {target}: sent {_size(given)}, received as {_size(taken)}",
+                    f"message {number} from rank {source} to rank {target}: sent "
+                    f"{_size(send)}, received as {_size(receive)}",
                     (source, target),
                     place,
                 )
             number += 1
-        if givens:
-            place, given = givens[0]
+        if pair_sends:
+            place, send = pair_sends[0]
             return Disagreement(
-                f"rank {source} sends {_size(given)} to rank {target} (its collective {place}), which never receives it",
+                f"rank {source} sends {_size(send)} to rank {target} (its collective {place}), "
+                f"but rank {target} never receives it",
                 (source, target),
                 place,
             )
-        if takes:
-            place, taken = takes[0]
+        if pair_receives:
+            place, receive = pair_receives[0]
             return Disagreement(
-                f"rank {target} waits for {_size(taken)} from rank {source} (its collective {place}), which never sends it",
+                f"rank {target} waits for {_size(receive)} from rank {source} "
+                f"(its collective {place}), but rank {source} never sends it",
                 (target, source),
                 place,
             )
@@ -76,52 +84,65 @@ def _first_mismatched_exchange(sequences: Mapping[int, Sequence[Collective]]) ->
 
 
 def _first_stuck(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
-    """Walk until nobody can go on; whoever has not come to the end waits for somebody."""
-    places = dict.fromkeys(sequences, 0)
+    """Execute all sequences until no rank can continue; unfinished ranks are blocked."""
+    positions = dict.fromkeys(sequences, 0)
     ready = deque(sequences)
     while ready:
         rank = ready.popleft()
         calls = sequences[rank]
-        while places[rank] < len(calls):
-            call = calls[places[rank]]
+        while positions[rank] < len(calls):
+            call = calls[positions[rank]]
             if call.kind in ("send", "recv"):
-                places[rank] += 1
+                positions[rank] += 1
                 continue
-            absent = [member for member in call.ranks if member not in sequences]
-            if absent:
+            missing = [member for member in call.ranks if member not in sequences]
+            if missing:
                 return Disagreement(
-                    f"rank {rank} calls {_words(call)} with rank {absent[0]}, which does not run", (rank,), places[rank]
+                    f"rank {rank} calls {_words(call)} with rank {missing[0]}, which does not "
+                    "exist",
+                    (rank,),
+                    positions[rank],
                 )
-            waiting = [member for member in call.ranks if not _waits_at(sequences, places, member, call)]
-            if waiting:
+            late = [
+                member for member in call.ranks if not _waits_at(sequences, positions, member, call)
+            ]
+            if late:
                 break
-            wrong = _mismatch(sequences, places, call)
-            if wrong is not None:
-                return wrong
+            mismatch = _mismatch(sequences, positions, call)
+            if mismatch is not None:
+                return mismatch
             for member in call.ranks:
-                places[member] += 1
+                positions[member] += 1
                 if member != rank:
                     ready.append(member)
-    return _stuck(sequences, places)
+    return _stuck(sequences, positions)
 
 
-def _waits_at(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], member: int, call: Collective) -> bool:
-    """Whether a rank has come to a collective of the same group; sends and receives on its way do not hold it up."""
+def _waits_at(
+    sequences: Mapping[int, Sequence[Collective]],
+    places: dict[int, int],
+    member: int,
+    call: Collective,
+) -> bool:
+    """Advance `member` past its sends and receives; return True if it waits for this group."""
     calls = sequences[member]
     while places[member] < len(calls) and calls[places[member]].kind in ("send", "recv"):
         places[member] += 1
     return places[member] < len(calls) and calls[places[member]].ranks == call.ranks
 
 
-def _mismatch(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], call: Collective) -> Disagreement | None:
+def _mismatch(
+    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], call: Collective
+) -> Disagreement | None:
     for member in call.ranks:
         other = sequences[member][places[member]]
-        same = (other.kind, other.dtype) == (call.kind, call.dtype)
-        # What ranks put into an all-to-all differs by nature.
-        if not same or (call.kind != "all_to_all" and other.num_bytes != call.num_bytes):
+        is_same = (other.kind, other.dtype) == (call.kind, call.dtype)
+        # The ranks of an all-to-all may send different amounts.
+        if not is_same or (call.kind != "all_to_all" and other.num_bytes != call.num_bytes):
             first = call.ranks[0]
             return Disagreement(
-                f"group {_some(call.ranks)}: rank {first} calls {_words(sequences[first][places[first]])}, "
+                f"group {_some(call.ranks)}: rank {first} calls "
+                f"{_words(sequences[first][places[first]])}, "
                 f"rank {member} calls {_words(other)}",
                 (first, member),
                 places[member],
@@ -129,7 +150,9 @@ def _mismatch(sequences: Mapping[int, Sequence[Collective]], places: dict[int, i
     return None
 
 
-def _stuck(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int]) -> Disagreement | None:
+def _stuck(
+    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int]
+) -> Disagreement | None:
     waiting = [rank for rank in sequences if places[rank] < len(sequences[rank])]
     if not waiting:
         return None
@@ -137,24 +160,35 @@ def _stuck(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int]
     call = sequences[rank][places[rank]]
     missing = [member for member in call.ranks if places[member] >= len(sequences[member])]
     if missing:
-        told = f"rank {rank} waits in its collective {places[rank]}, {_words(call)}, for rank {missing[0]}, which has ended"
-        return Disagreement(told, (rank, missing[0]), places[rank])
-    return Disagreement(f"a circle of waits: {_circle(sequences, places, rank)}", tuple(waiting), places[rank])
+        message = (
+            f"rank {rank} waits in its collective {places[rank]}, {_words(call)}, for rank "
+            f"{missing[0]}, which has finished"
+        )
+        return Disagreement(message, (rank, missing[0]), places[rank])
+    cycle = _circle(sequences, places, rank)
+    return Disagreement(f"deadlock: {cycle}", tuple(waiting), places[rank])
 
 
-def _circle(sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], rank: int) -> str:
-    """`rank 0 waits for 1 in ...; rank 1 waits for 0 in ...`, until it closes."""
-    words: list[str] = []
+def _circle(
+    sequences: Mapping[int, Sequence[Collective]], places: dict[int, int], rank: int
+) -> str:
+    """Format a cycle of blocked ranks: `rank 0 waits for 1 in ...; rank 1 waits for 0 ...`."""
+    parts: list[str] = []
     seen: set[int] = set()
     while rank not in seen:
         seen.add(rank)
         call = sequences[rank][places[rank]]
-        following = next(
-            member for member in call.ranks if member != rank and sequences[member][places[member]].ranks != call.ranks
+        blocking_rank = next(
+            member
+            for member in call.ranks
+            if member != rank and sequences[member][places[member]].ranks != call.ranks
         )
-        words.append(f"rank {rank} waits for {following} in {_words(call)} of {_some(call.ranks)}")
-        rank = following
-    return "; ".join(words)
+        parts.append(
+            f"rank {rank} waits for {blocking_rank} in {_words(call)} over ranks "
+            f"{_some(call.ranks)}"
+        )
+        rank = blocking_rank
+    return "; ".join(parts)
 
 
 def _words(call: Collective) -> str:
@@ -162,7 +196,7 @@ def _words(call: Collective) -> str:
 
 
 def _size(call: Collective) -> str:
-    return f"{call.num_bytes} bytes of {call.dtype or 'nothing'}"
+    return f"{call.num_bytes} bytes" + (f" of {call.dtype}" if call.dtype else "")
 
 
 def _some(ranks: tuple[int, ...], most: int = 8) -> str:

@@ -1,7 +1,7 @@
-"""Every collective that a rank enters, in order: what it is, among whom, and how many bytes it moves.
+"""Record of a rank's collectives, in order: kind, ranks of the group, bytes.
 
-A `TorchDispatchMode` sees c10d's operators and the functional ones alike, in forward and in backward passes, whoever calls them:
-FSDP2, DDP's hooks, our own exchanges.
+A `TorchDispatchMode` sees c10d's operators and functional collectives, in forward and backward
+passes, from every caller: FSDP2, DDP's hooks and our own code.
 """
 
 from __future__ import annotations
@@ -15,17 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"]
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+    "barrier",
+]
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call as one rank sees it.
+    """One call of one rank.
 
-    `num_bytes` is what is summed, gathered (all parts), scattered (all parts), exchanged (what this rank puts in), sent or
-    received. `sent_bytes` is what this rank sends, in a ring where there is a choice. `peer` is the other rank of a send or recv.
+    `num_bytes` is the size of the reduced tensor, of all gathered parts, of all parts before a
+    reduce-scatter, of this rank's input of an all-to-all, or of the message. `sent_bytes` is
+    what this rank sends, with ring algorithms. `peer` is the other rank of a send or receive.
     """
 
     kind: Kind
@@ -37,7 +47,7 @@ class Collective:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the collectives of this thread while it is entered.
+    """Mode that records the collectives of this thread.
 
     >>> with Recorder() as recorder:
     ...     _ = torch.ones(2) + 1
@@ -55,18 +65,18 @@ class Recorder(TorchDispatchMode):
         return result
 
     def note(self, func: Any, args: Any) -> None:
-        """Record an operator if it is a collective; for a mode that calls operators itself."""
+        """Record an operator if it is a collective; for modes that run operators themselves."""
         if func.namespace in NAMESPACES:
-            found = describe(func.name().partition("::")[2].partition(".")[0], args)
-            if found is not None:
-                self.collectives.append(found)
+            collective = describe(func.name().partition("::")[2].partition(".")[0], args)
+            if collective is not None:
+                self.collectives.append(collective)
 
 
 def describe(name: str, args: Sequence[Any]) -> Collective | None:
-    """The collective that an operator of c10d is; None for one that moves nothing (waiting, wrapping).
+    """Describe an operator of c10d as a collective; None if it moves no data (wait, wrap).
 
     Raises:
-        AssertionError: an operator that this table does not know moves data: the account would be wrong.
+        AssertionError: the operator is unknown, so the recorded bytes would be wrong.
     """
     if name in _MOVES_NOTHING:
         return None
@@ -78,8 +88,8 @@ _MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_"}
 
 
 def _reduced(args: Sequence[Any]) -> Collective:
-    tensors, ranks = _tensors(args[0]), _ranks(args)
-    return _collective("all_reduce", ranks, tensors, 2.0 * _others(ranks))
+    ranks = _ranks(args)
+    return _collective("all_reduce", ranks, _tensors(args[0]), 2.0 * _others(ranks))
 
 
 def _gathered_base(args: Sequence[Any]) -> Collective:
@@ -89,7 +99,9 @@ def _gathered_base(args: Sequence[Any]) -> Collective:
 
 def _gathered_list(args: Sequence[Any]) -> Collective:
     ranks = _ranks(args)
-    return _collective("all_gather", ranks, [part for parts in args[0] for part in _tensors(parts)], _others(ranks))
+    return _collective(
+        "all_gather", ranks, [part for parts in args[0] for part in _tensors(parts)], _others(ranks)
+    )
 
 
 def _gathered_functional(args: Sequence[Any]) -> Collective:
@@ -109,12 +121,18 @@ def _scattered_functional(args: Sequence[Any]) -> Collective:
 
 def _scattered_list(args: Sequence[Any]) -> Collective:
     ranks = _ranks(args)
-    return _collective("reduce_scatter", ranks, [part for parts in args[1] for part in _tensors(parts)], _others(ranks))
+    return _collective(
+        "reduce_scatter",
+        ranks,
+        [part for parts in args[1] for part in _tensors(parts)],
+        _others(ranks),
+    )
 
 
 def _exchanged(given: Tensor, splits: Sequence[int], ranks: tuple[int, ...]) -> Collective:
-    total, own = given.numel() * given.element_size(), _own_share(given, splits, ranks)
-    return Collective("all_to_all", ranks, total, _dtype(given), float(total - own))
+    total_bytes = given.numel() * given.element_size()
+    sent_bytes = float(total_bytes - _own_share(given, splits, ranks))
+    return Collective("all_to_all", ranks, total_bytes, _dtype(given), sent_bytes)
 
 
 def _exchanged_base(args: Sequence[Any]) -> Collective:
@@ -126,7 +144,7 @@ def _exchanged_functional(args: Sequence[Any]) -> Collective:
 
 
 def _own_share(given: Tensor, splits: Sequence[int], ranks: tuple[int, ...]) -> int:
-    """Bytes that stay where they are."""
+    """Compute the bytes of an all-to-all that this rank keeps."""
     row_bytes = given[0].numel() * given.element_size() if given.numel() else 0
     if not splits:
         return given.shape[0] // len(ranks) * row_bytes
@@ -177,14 +195,20 @@ _READERS: dict[str, Callable[[Sequence[Any]], Collective]] = {
 
 
 def _collective(
-    kind: Kind, ranks: tuple[int, ...], tensors: Sequence[Tensor], sent_share: float, peer: int | None = None
+    kind: Kind,
+    ranks: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    sent_share: float,
+    peer: int | None = None,
 ) -> Collective:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return Collective(kind, ranks, num_bytes, _dtype(tensors[0]) if tensors else "", num_bytes * sent_share, peer)
+    return Collective(
+        kind, ranks, num_bytes, _dtype(tensors[0]) if tensors else "", num_bytes * sent_share, peer
+    )
 
 
 def _others(ranks: tuple[int, ...]) -> float:
-    """The share of a buffer that a ring sends from each rank in one round: all but its own part."""
+    """Compute the share of a buffer that each rank sends in a ring: all parts but its own."""
     return (len(ranks) - 1) / len(ranks)
 
 
@@ -197,19 +221,23 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _ranks(args: Sequence[Any]) -> tuple[int, ...]:
-    """Global ranks of the group among an operator's arguments: the object itself, or its name as the last of them."""
+    """Find the group among an operator's arguments, as object or as name in last place."""
     for value in args:
         if isinstance(value, torch.ScriptObject):
             try:
                 group = dist.ProcessGroup.unbox(value)
             except RuntimeError:
-                continue  # the kind of reduction is such an object, too
+                continue  # the reduction operation is a ScriptObject too
             return tuple(dist.get_process_group_ranks(group))
-    return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1])))
+    return tuple(
+        dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))
+    )
 
 
-def bytes_by_axis(collectives: Iterable[Collective], axis_of: Callable[[tuple[int, ...]], str]) -> dict[tuple[str, Kind], float]:
-    """Bytes that this rank sent, by the axis that its group lies along and by kind."""
+def bytes_by_axis(
+    collectives: Iterable[Collective], axis_of: Callable[[tuple[int, ...]], str]
+) -> dict[tuple[str, Kind], float]:
+    """Sum the bytes that this rank sent, by mesh axis and kind."""
     totals: dict[tuple[str, Kind], float] = {}
     for call in collectives:
         key = (axis_of(call.ranks), call.kind)

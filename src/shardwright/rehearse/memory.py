@@ -1,7 +1,7 @@
-"""Live bytes of a rank while real code runs on tensors that may have no memory: the peak, and what made it.
+"""Live tensor bytes of a rank: their peak, and the operators that created them.
 
-Every storage that an operator makes is counted once, whoever holds views of it, until Python lets go of it. FSDP2 frees and takes
-memory back by resizing storages, so that is counted, too.
+Works on fake tensors too. Every storage counts once, however many views it has, until Python
+frees it. Resizing counts as well: FSDP2 frees and allocates memory by resizing storages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PACKAGE = "shardwright"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a storage came from: the operator, and the innermost line of ours that called it."""
+    """Operator that created a storage, and the innermost line of shardwright that called it."""
 
     kind: str
     operator: str
@@ -35,7 +35,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Contribution:
-    """Live bytes at the peak that share an origin."""
+    """Bytes and tensors of one origin that were live at the peak."""
 
     origin: Origin
     num_bytes: int
@@ -43,12 +43,12 @@ class Contribution:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages made while it is entered, and of those it is told of.
+    """Mode that counts the bytes of all storages created under it or registered with `tell`.
 
     Attributes:
-        live_bytes: now.
-        peak_bytes: the most there ever were.
-        phase: what `Origin.kind` of new storages says; set it as the step goes on.
+        live_bytes: live bytes now.
+        peak_bytes: maximum of `live_bytes` since the last `begin`.
+        phase: `Origin.kind` of new storages.
 
     >>> with LiveBytes() as live:
     ...     x = torch.ones(256)
@@ -82,8 +82,10 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def counting_resizes(self) -> Iterator[None]:
-        """Count storages that are freed and taken back in place."""
-        with patch.object(torch.UntypedStorage, "resize_", _resizing(self, torch.UntypedStorage.resize_)):
+        """Count storages that are freed and allocated again by resizing."""
+        with patch.object(
+            torch.UntypedStorage, "resize_", _resizing(self, torch.UntypedStorage.resize_)
+        ):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,13 +94,13 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def note(self, func: Any, result: Any) -> None:
-        """Count what an operator has made; for a mode that calls operators itself."""
+        """Count an operator's new storages; for modes that call operators themselves."""
         for value in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(value, Tensor):
                 self._see(value, func)
 
     def tell(self, tensors: Iterable[Tensor], kind: str) -> int:
-        """Say of tensors that are there already what they are; those not counted yet are counted now. Their bytes together."""
+        """Give tensors an origin, count those that are not counted yet, return their bytes."""
         total = 0
         with phase(self, kind):
             for tensor in tensors:
@@ -108,11 +110,12 @@ class LiveBytes(TorchDispatchMode):
         return total
 
     def begin(self) -> None:
-        """Let the peak be that of what comes from now on."""
-        self.peak_bytes, self._peak_at = self.live_bytes, len(self._events)
+        """Restart the measurement of the peak."""
+        self.peak_bytes = self.live_bytes
+        self._peak_at = len(self._events)
 
     def contributions(self) -> list[Contribution]:
-        """What lived at the peak, by origin, largest first."""
+        """Sum the bytes that were live at the peak by origin, largest first."""
         live: dict[int, int] = {}
         for key, size in self._events[: self._peak_at]:
             if size:
@@ -123,8 +126,10 @@ class LiveBytes(TorchDispatchMode):
         for key, size in live.items():
             bytes_so_far, count = totals.get(self._origins[key], (0, 0))
             totals[self._origins[key]] = (bytes_so_far + size, count + 1)
-        found = [Contribution(origin, size, count) for origin, (size, count) in totals.items()]
-        return sorted(found, key=lambda contribution: -contribution.num_bytes)
+        contributions = [
+            Contribution(origin, size, count) for origin, (size, count) in totals.items()
+        ]
+        return sorted(contributions, key=lambda contribution: -contribution.num_bytes)
 
     def _see(self, tensor: Tensor, func: Any) -> int:
         if isinstance(tensor, DTensor):
@@ -133,7 +138,8 @@ class LiveBytes(TorchDispatchMode):
         known = self._keys.get(storage)
         if known is not None:
             return known
-        key, self._next = self._next, self._next + 1
+        key = self._next
+        self._next += 1
         self._keys[storage] = key
         if func is None:
             self._origins[key] = Origin(self.phase, "", "")
@@ -152,7 +158,8 @@ class LiveBytes(TorchDispatchMode):
         self._events.append((key, size))
         self.live_bytes += size - before
         if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self._peak_at = self.live_bytes, len(self._events)
+            self.peak_bytes = self.live_bytes
+            self._peak_at = len(self._events)
 
 
 def _resizing(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +173,10 @@ def _resizing(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _our_line(frame: FrameType | None) -> str:
-    """`model/mlp.py:41 forward` of the innermost frame of this package; the backward pass has none of its own."""
+    """Format the innermost frame of this package as `model/mlp.py:41 forward`.
+
+    Most operators of a backward pass show the line that started it.
+    """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_PACKAGE) and not module.startswith(f"{_PACKAGE}.rehearse"):
@@ -178,8 +188,9 @@ def _our_line(frame: FrameType | None) -> str:
 
 @contextmanager
 def phase(live: LiveBytes, name: str) -> Iterator[None]:
-    """What is made meanwhile is of this kind."""
-    before, live.phase = live.phase, name
+    """Set the phase of storages created in this context."""
+    before = live.phase
+    live.phase = name
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""One rank's real training step on a process group and on tensors that do not exist."""
+"""One rank's real training step on a fake process group and fake tensors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from shardwright.train.step import TOKENS, Objective, accumulate_gradients, upda
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank's step takes. Bytes are of tensors, without what an allocator adds."""
+    """Memory and collectives of one rank's step; tensor bytes, without allocator overhead."""
 
     rank: int
     coordinates: Mapping[str, int]
     weights_bytes: int
     gradients_bytes: int
-    """What a step's backward passes leave for the update."""
+    """Bytes of gradients between the last backward pass and the update."""
     optimizer_bytes: int
     peak_bytes: int
     contributions: tuple[Contribution, ...]
@@ -50,36 +50,53 @@ class RankReport:
 
 
 def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> RankReport:
-    """Build this rank's part of the model and run one optimizer step of it, with moments that are there already.
+    """Build this rank's part of the model, allocate optimizer states and run one training step.
 
-    Every token is taken for supervised, and every gradient for finite: what depends on numbers takes its usual way.
+    Fake tensors have no values: every token counts as supervised and every gradient as finite.
     """
     began = time.perf_counter()
     with _fake_ranks(rank, plan.layout.world_size):
-        fake, live, recorder = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(), Recorder()
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        live = LiveBytes()
+        recorder = Recorder()
         model = _build(recipe, shape, plan, _NoMemory(fake, live))
         reference = None
         if recipe.preference is not None and wants_frozen_reference(recipe):
             reference = _build(recipe, shape, plan, _NoMemory(fake, live), frozen=True)
         objective = _objective(recipe, model, reference)
         with fake, live.counting_resizes(), _Watch(live) as watch:
-            weights_bytes = live.tell((parameter for _, parameter in model.named_parameters()), "weights")
+            weights_bytes = live.tell(
+                (parameter for _, parameter in model.named_parameters()), "weights"
+            )
             if reference is not None:
-                weights_bytes += live.tell((parameter for _, parameter in reference.named_parameters()), "reference")
+                weights_bytes += live.tell(
+                    (parameter for _, parameter in reference.named_parameters()), "reference"
+                )
             live.begin()
-            before = live.live_bytes
-            optimizer = build_optimizer(model.named_parameters(), recipe.optimizer, learning_rate=1e-4, weight_decay=0.1, cut=model)
+            bytes_before = live.live_bytes
+            optimizer = build_optimizer(
+                model.named_parameters(),
+                recipe.optimizer,
+                learning_rate=1e-4,
+                weight_decay=0.1,
+                cut=model,
+            )
             with phase(live, "moments"):
                 create_state(optimizer)
-            optimizer_bytes = live.live_bytes - before
+            optimizer_bytes = live.live_bytes - bytes_before
             watch.recorder = recorder
             with phase(live, "step"):
                 batches = _micro_batches(plan, in_documents=has_documents(recipe))
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
-                del batches  # no gradients, which are counted next
+                del batches  # they are not gradients, which are counted next
             gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
             with phase(live, "update"):
-                update(model, optimizer, learning_rate=1e-4, max_grad_norm=recipe.training.max_grad_norm)
+                update(
+                    model,
+                    optimizer,
+                    learning_rate=1e-4,
+                    max_grad_norm=recipe.training.max_grad_norm,
+                )
     return RankReport(
         rank=rank,
         coordinates=RankGrid(plan.layout).coordinates(rank),
@@ -95,7 +112,7 @@ def rehearse_rank(recipe: Recipe, shape: ModelShape, plan: Plan, rank: int) -> R
 
 @contextmanager
 def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """A process group whose collectives return at once; none for a single rank, as in a real run."""
+    """Use a process group whose collectives return at once; none for a single rank."""
     if world_size == 1:
         yield
         return
@@ -107,10 +124,12 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _NoMemory(AbstractContextManager[None]):
-    """Entered while the model is given memory: it gets none, and what would have been made is counted, DDP's buckets with it."""
+    """Context in which the model gets fake storage; counts its bytes and DDP's buckets."""
 
     def __init__(self, fake: FakeTensorMode, live: LiveBytes) -> None:
-        self._fake, self._live, self._entered = fake, live, ExitStack()
+        self._fake = fake
+        self._live = live
+        self._entered = ExitStack()
 
     def __enter__(self) -> None:
         self._entered.enter_context(self._fake)
@@ -122,12 +141,12 @@ class _NoMemory(AbstractContextManager[None]):
 
 
 def has_documents(recipe: Recipe) -> bool:
-    """Whether rows hold several documents: packed ones, or the two responses of a pair."""
+    """Return True if rows hold packed documents or the two responses of a preference pair."""
     return recipe.data.packing == "documents" or recipe.preference is not None
 
 
 def _objective(recipe: Recipe, model: ParallelModel, reference: ParallelModel | None) -> Objective:
-    """What the trainer learns, with its reference."""
+    """Build the recipe's objective, with the reference model if there is one."""
     if recipe.preference is None:
         return TOKENS
     if reference is not None:
@@ -136,15 +155,22 @@ def _objective(recipe: Recipe, model: ParallelModel, reference: ParallelModel | 
 
 
 def _build(
-    recipe: Recipe, shape: ModelShape, plan: Plan, storage: AbstractContextManager[None] | None, *, frozen: bool = False
+    recipe: Recipe,
+    shape: ModelShape,
+    plan: Plan,
+    storage: AbstractContextManager[None] | None,
+    *,
+    frozen: bool = False,
 ) -> ParallelModel:
-    """As the trainer builds it: cut and wrapped on the meta device, then given memory, which in a rehearsal is none."""
+    """Build the model as the trainer does: shard it on the meta device, then fill it."""
     precision = dtypes(plan.precision)
     with torch.device("meta"):
         decoder = Decoder(
             shape,
             attention=recipe.model.attention,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens),
+            loss_function=partial(
+                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
+            ),
             compute_dtype=precision.compute,
         )
     if frozen:
@@ -153,11 +179,21 @@ def _build(
     def fill(_name: str, bounds: Bounds) -> Tensor:
         return torch.empty([length for _, length in bounds], dtype=precision.param)
 
-    return apply_layout(decoder, plan, build_mesh(plan.layout, "cpu"), torch.device("cpu"), fill=fill, storage=storage)
+    return apply_layout(
+        decoder,
+        plan,
+        build_mesh(plan.layout, "cpu"),
+        torch.device("cpu"),
+        fill=fill,
+        storage=storage,
+    )
 
 
 def _micro_batches(plan: Plan, *, in_documents: bool = False) -> list[MicroBatch]:
-    """Rows of the plan's sizes, every token supervised; of one document, or of two that are as long."""
+    """Build micro-batches of the plan's sizes, all tokens supervised.
+
+    A row is one document, or two documents of half the length.
+    """
     batch = plan.batch
     shape = (batch.micro_batch_size, batch.sequence_length)
     ids_BT = torch.zeros(shape, dtype=torch.int64)
@@ -166,16 +202,18 @@ def _micro_batches(plan: Plan, *, in_documents: bool = False) -> list[MicroBatch
     documents_BT = None
     if in_documents:
         half = batch.sequence_length // 2
-        documents_BT, positions_BT = (positions_BT >= half).long(), positions_BT % max(1, half)
-    one = MicroBatch(ids_BT, ids_BT, positions_BT, documents_BT, samples_B, batch.micro_batch_size * batch.sequence_length)
-    return [one] * batch.gradient_accumulation_steps
+        documents_BT = (positions_BT >= half).long()
+        positions_BT = positions_BT % max(1, half)
+    num_supervised = batch.micro_batch_size * batch.sequence_length
+    rows = MicroBatch(ids_BT, ids_BT, positions_BT, documents_BT, samples_B, num_supervised)
+    return [rows] * batch.gradient_accumulation_steps
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator of the step: answers what only numbers could, counts what is made, records collectives.
+    """Mode that replaces operators that need values, counts storages and records collectives.
 
-    One mode, where three of them would send each operator three times through Python; and of the operators of a step more than half
-    are torch's own questions for a tensor's device, which need not go further than here.
+    One mode, because three would pass each operator through Python three times. More than half
+    of a step's operators are torch's queries for a tensor's device, which are answered here.
     """
 
     def __init__(self, live: LiveBytes) -> None:
@@ -197,10 +235,13 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _usual(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operator's result; of what asks for numbers the usual: every token is supervised, every norm is 1, every flag is down."""
+    """Run an operator; for operators that read values, return those of an ordinary step.
+
+    All tokens are supervised, every norm is 1 and every flag is False.
+    """
     if func is torch.ops.aten._local_scalar_dense.default:
         return 1.0 if args[0].dtype.is_floating_point else 0
     if func is torch.ops.aten.nonzero.default:
-        assert args[0].ndim == 1, "only the choice of supervised tokens asks where something is true"
+        assert args[0].ndim == 1, "nonzero is only used to select supervised tokens"
         return torch.arange(args[0].shape[0], device=args[0].device)[:, None]
     return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which ranks of a layout do the same: one of them is rehearsed for all."""
+"""Roles: groups of ranks that run the same step, of which one rank is rehearsed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.rehearse.collectives import Collective
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that run the same step on their own data; `rank`, the first of them, has the largest shards."""
+    """Ranks with the same step on different data; `rank`, the first, has the largest shards."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -19,7 +19,7 @@ class Role:
 
 
 def roles_of(layout: Layout, *, each_rank: bool = False) -> list[Role]:
-    """One role for each position on axis pp, or one for each rank.
+    """List one role for each index on axis pp, or one for each rank.
 
     >>> [(role.rank, len(role.ranks)) for role in roles_of(Layout(pp=2, dp_shard=4, zero_stage=3))]
     [(0, 4), (4, 4)]
@@ -35,17 +35,21 @@ def roles_of(layout: Layout, *, each_rank: bool = False) -> list[Role]:
 
 
 def among(sequences: Mapping[int, Sequence[Collective]]) -> dict[int, list[Collective]]:
-    """The sequences with each group cut down to the ranks that were rehearsed.
+    """Restrict every group to the ranks that were rehearsed.
 
-    Within a role everybody does the same, so a group inside one role agrees with itself; what can disagree is what crosses roles,
-    and the first ranks of all roles stand in one line through the grid. What they exchange with ranks outside the line (the ring of
-    a context-parallel group, say) is exchanged alike by all ranks of their role, and left out.
+    All ranks of a role make the same calls, so mismatches can only occur between roles. The
+    first ranks of all roles form one line through the rank grid. Messages to ranks outside that
+    line, such as the ring of a context-parallel group, are equal within a role and left out.
     """
     present = set(sequences)
     if all(set(call.ranks) <= present for calls in sequences.values() for call in calls):
         return {rank: list(calls) for rank, calls in sequences.items()}
     return {
-        rank: [replace(call, ranks=tuple(r for r in call.ranks if r in present)) for call in calls if _stays(call, present)]
+        rank: [
+            replace(call, ranks=tuple(member for member in call.ranks if member in present))
+            for call in calls
+            if _stays(call, present)
+        ]
         for rank, calls in sequences.items()
     }
 

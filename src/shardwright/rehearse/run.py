@@ -1,4 +1,4 @@
-"""The rehearsal of a layout: every role's step, and whether their collectives meet."""
+"""Rehearsal of a layout: the step of every role, and the check that their collectives match."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ from shardwright.rehearse.roles import Role, among, roles_of
 
 SCHEMA_VERSION = 1
 EVERY_RANK_UP_TO = 8
-"""World sizes in which each rank is rehearsed by itself: a slip of one rank shows only there."""
+"""World sizes up to this rehearse every rank, which also finds bugs of a single rank."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a layout's step takes on each role, and the first thing on which ranks disagree."""
+    """Memory and collectives of a layout's step for each role, and the first mismatch."""
 
     plan: Plan
     roles: tuple[Role, ...]
     reports: tuple[RankReport, ...]
     disagreement: Disagreement | None
     assumptions: tuple[str, ...] = ()
-    """What only data could say, and how it was taken; a sentence each."""
+    """Assumptions about the data, one sentence each."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Peak bytes of the rank that needs most."""
         return max(report.peak_bytes for report in self.reports)
 
     def axis_of(self, report: RankReport, ranks: tuple[int, ...]) -> str:
-        """The axes along which a group of this rank lies: `tp`, `dp_shard x cp`."""
+        """Name the mesh axes that a group of this rank spans: `tp`, `dp_shard x cp`."""
         grid = RankGrid(self.plan.layout)
         here = grid.coordinates(report.rank)
         others = [grid.coordinates(rank) for rank in ranks]
-        return " x ".join(axis for axis in AXES if any(other[axis] != here[axis] for other in others)) or "this rank"
+        return (
+            " x ".join(axis for axis in AXES if any(other[axis] != here[axis] for other in others))
+            or "this rank"
+        )
 
     def traffic(self, report: RankReport) -> dict[tuple[str, str], tuple[int, float]]:
-        """Calls and sent bytes of one step by axes and kind."""
+        """Compute calls and sent bytes of one step by axes and kind."""
         sent = bytes_by_axis(report.collectives, lambda ranks: self.axis_of(report, ranks))
         calls: dict[tuple[str, str], int] = {}
         for call in report.collectives:
@@ -56,7 +59,7 @@ class Rehearsal:
         return {(axis, kind): (calls[axis, kind], total) for (axis, kind), total in sent.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the rehearsal as JSON values."""
         return {
             "schema_version": SCHEMA_VERSION,
             "plan": self.plan.as_dict(),
@@ -64,7 +67,10 @@ class Rehearsal:
             "disagreement": None if self.disagreement is None else self.disagreement.told,
             "peak_bytes": self.peak_bytes,
             "assumptions": list(self.assumptions),
-            "roles": [self._role(role, report) for role, report in zip(self.roles, self.reports, strict=True)],
+            "roles": [
+                self._role(role, report)
+                for role, report in zip(self.roles, self.reports, strict=True)
+            ],
         }
 
     def _role(self, role: Role, report: RankReport) -> dict[str, Any]:
@@ -87,7 +93,13 @@ class Rehearsal:
                 for part in report.contributions
             ],
             "collectives": [
-                {"kind": call.kind, "ranks": call.ranks, "num_bytes": call.num_bytes, "dtype": call.dtype, "peer": call.peer}
+                {
+                    "kind": call.kind,
+                    "ranks": call.ranks,
+                    "num_bytes": call.num_bytes,
+                    "dtype": call.dtype,
+                    "peer": call.peer,
+                }
                 for call in report.collectives
             ],
             "seconds": round(report.seconds, 3),
@@ -102,11 +114,11 @@ def rehearse(
     each_rank: bool | None = None,
     told: Callable[[RankReport], None] = lambda _report: None,
 ) -> Rehearsal:
-    """Rehearse one optimizer step of every role, several at a time in processes of their own.
+    """Rehearse one optimizer step of every role, in parallel processes.
 
     Args:
-        each_rank: rehearse every rank by itself; default where there are at most `EVERY_RANK_UP_TO`.
-        told: gets every role's report as it comes.
+        each_rank: rehearse every rank; default for at most `EVERY_RANK_UP_TO` ranks.
+        told: called with every role's report when it is finished.
     """
     each_rank = plan.layout.world_size <= EVERY_RANK_UP_TO if each_rank is None else each_rank
     roles = roles_of(plan.layout, each_rank=each_rank)
@@ -117,20 +129,34 @@ def rehearse(
     else:
         workers = min(len(roles), os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-            for report in pool.map(rehearse_rank, *zip(*((recipe, shape, plan, role.rank) for role in roles), strict=True)):
+            for report in pool.map(
+                rehearse_rank,
+                *zip(*((recipe, shape, plan, role.rank) for role in roles), strict=True),
+            ):
                 reports.append(report)
                 told(report)
-    found = find_disagreement(among({report.rank: report.collectives for report in reports}))
-    return Rehearsal(plan, tuple(roles), tuple(reports), found, tuple(_assumptions(recipe, shape, plan)))
+    disagreement = find_disagreement(among({report.rank: report.collectives for report in reports}))
+    return Rehearsal(
+        plan, tuple(roles), tuple(reports), disagreement, tuple(_assumptions(recipe, shape, plan))
+    )
 
 
 def _assumptions(recipe: Recipe, shape: ModelShape, plan: Plan) -> Iterator[str]:
-    """What depends on numbers that tensors without memory do not have."""
+    """List the assumptions made because fake tensors have no values."""
     if shape.experts is not None:
-        spread = f"its tokens evenly, over {plan.layout.ep} ranks" if plan.layout.ep > 1 else "its tokens evenly"
-        yield f"every expert gets {spread}: where loads are uneven the fullest rank holds more, and exchanges are longer"
+        over = f" over {plan.layout.ep} ranks" if plan.layout.ep > 1 else ""
+        yield (
+            f"tokens are distributed evenly over experts{over}; with uneven loads the fullest "
+            "rank needs more memory and sends more"
+        )
     if has_documents(recipe):
-        yield "every row holds two documents of half its length; what they take does not depend on their lengths"
+        yield (
+            "every row holds two documents of half its length; memory does not depend on the "
+            "documents' lengths"
+        )
         if shape.num_kv_heads < shape.num_heads:
-            yield "the mask of such rows makes CUDA's kernel want keys and values repeated to every head, which is not counted"
-    yield "every token is supervised and every gradient finite"
+            yield (
+                "the mask of such rows makes the CUDA kernel repeat keys and values for every "
+                "query head; these copies are not counted"
+            )
+    yield "every token is supervised and every gradient is finite"

@@ -1,1 +1,1 @@
-"""Proof that a layout's gradients are those of one process."""
+"""Verification that a layout computes the same gradients as one process."""

@@ -1,4 +1,4 @@
-"""What is verified: layouts, and the ways of computing under which each must give the gradients of one process."""
+"""Layouts to verify, and the cases (options of a step) in which each is verified."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One way of computing a step.
+    """Options of one training step.
 
-    `documents` packs several documents into a row; `dropout` switches on every dropout of the model; `weights` weighs the tokens'
-    losses. Of a sparse model,
-    `router_losses` switches balance and z-loss on and lets balance biases move, `capacity_factor` drops what an expert has no room
-    for, and `idle_experts` begins with router (or balance) biases by which no token chooses the second half of the experts.
+    `documents` packs several documents into a row; `dropout` enables every dropout of the
+    model; `weights` weights the tokens' losses. For a sparse model, `router_losses` enables
+    balance loss, z-loss and updates of balance biases, `capacity_factor` drops tokens beyond an
+    expert's capacity, and `idle_experts` starts with router or balance biases with which no
+    token chooses the second half of the experts.
     """
 
     accumulation: int = 1
@@ -41,35 +42,41 @@ class Case:
     weights: bool = False
 
     def __str__(self) -> str:
-        """As shown in tables."""
-        words = [f"accumulation {self.accumulation}"]
-        words += [f"{self.recompute} recompute"] if self.recompute != "none" else []
-        words += ["tied" if self.tied else "untied"]
-        words += ["dropout"] if self.dropout else []
-        words += ["documents"] if self.documents else []
-        words += ["router losses"] if self.router_losses else []
-        words += [f"capacity {self.capacity_factor:g}"] if self.capacity_factor is not None else []
-        words += ["idle experts"] if self.idle_experts else []
-        words += ["loss weights"] if self.weights else []
-        return ", ".join(words)
+        """Format the case for tables."""
+        parts = [f"accumulation {self.accumulation}"]
+        parts += [f"{self.recompute} recompute"] if self.recompute != "none" else []
+        parts += ["tied" if self.tied else "untied"]
+        parts += ["dropout"] if self.dropout else []
+        parts += ["documents"] if self.documents else []
+        parts += ["router losses"] if self.router_losses else []
+        parts += [f"capacity {self.capacity_factor:g}"] if self.capacity_factor is not None else []
+        parts += ["idle experts"] if self.idle_experts else []
+        parts += ["loss weights"] if self.weights else []
+        return ", ".join(parts)
 
     @property
     def expert_rules(self) -> ExpertRules:
-        """Large coefficients: what the router's losses add must show in its gradient."""
+        """Expert rules with coefficients so large that router losses change the gradient."""
         if not self.router_losses:
             return ExpertRules(capacity_factor=self.capacity_factor)
         return ExpertRules(0.5, 0.1, self.capacity_factor, bias_update_rate=0.02)
 
     def shape(self, shape: ModelShape) -> ModelShape:
-        """The model's shape in this case; a foreign one is what its class makes it."""
+        """Return the model's shape in this case; unchanged for a transformers class."""
         if isinstance(shape, ForeignShape):
             return shape
         rate = DROPOUT if self.dropout else 0.0
-        return replace(shape, tied_embeddings=self.tied, embedding_dropout=rate, attention_dropout=rate, residual_dropout=rate)
+        return replace(
+            shape,
+            tied_embeddings=self.tied,
+            embedding_dropout=rate,
+            attention_dropout=rate,
+            residual_dropout=rate,
+        )
 
 
 def choose_cases(tied: bool, *, full: bool) -> list[Case]:
-    """Cases for a model that is tied or not: three that meet every value of every option, or the whole product.
+    """Choose three cases that cover every value of every option, or the whole product.
 
     >>> len(choose_cases(True, full=False)), len(choose_cases(True, full=True))
     (3, 36)
@@ -77,8 +84,10 @@ def choose_cases(tied: bool, *, full: bool) -> list[Case]:
     recomputes: tuple[RecomputeKind, ...] = ("none", "selective", "full")
     if full:
         return [
-            Case(accumulation, recompute, is_tied, dropout, documents=accumulation != 2)
-            for accumulation, recompute, is_tied, dropout in product((1, 2, 3), recomputes, (tied, not tied), (False, True))
+            Case(accumulation, recompute, tied_embeddings, dropout, documents=accumulation != 2)
+            for accumulation, recompute, tied_embeddings, dropout in product(
+                (1, 2, 3), recomputes, (tied, not tied), (False, True)
+            )
         ]
     return [
         Case(1, "none", tied, dropout=False, documents=False),
@@ -88,7 +97,9 @@ def choose_cases(tied: bool, *, full: bool) -> list[Case]:
 
 
 def choose_foreign_cases(tied: bool, *, full: bool) -> list[Case]:
-    """Cases for a foreign model, whose ties and dropout are its own: three, or the whole product.
+    """Choose three cases, or the whole product, for a model of transformers' own class.
+
+    Its class decides about tied embeddings and dropout.
 
     >>> [str(case) for case in choose_foreign_cases(True, full=False)][1]
     'accumulation 2, selective recompute, tied, documents, loss weights'
@@ -100,30 +111,40 @@ def choose_foreign_cases(tied: bool, *, full: bool) -> list[Case]:
             for accumulation, recompute, documents in product((1, 2, 3), recomputes, (False, True))
         ]
     steps = enumerate(recomputes, start=1)
-    return [Case(number, recompute, tied, documents=number > 1, weights=number == 2) for number, recompute in steps]
+    return [
+        Case(number, recompute, tied, documents=number > 1, weights=number == 2)
+        for number, recompute in steps
+    ]
 
 
 def choose_layouts(texts: Iterable[str], most_ranks: int, base: LayoutSection) -> list[Layout]:
-    """The layouts to verify.
+    """Choose the layouts to verify.
 
     Args:
-        texts: as given to `--layout`; one that leaves a data degree out stands for every number of ranks that fits it. None at
-            all: every layout of data ranks that 2 to `most_ranks` ranks allow.
-        most_ranks: upper end of the numbers of ranks.
-        base: the recipe's layout, whose sizes (not degrees) are taken where `texts` are silent.
+        texts: values of `--layout`. One without a data degree stands for every number of ranks
+            that fits it. Without any, all data-parallel layouts of 2 to `most_ranks` ranks.
+        most_ranks: largest number of ranks.
+        base: the recipe's layout; its sizes (not degrees) are the defaults of `texts`.
 
     Raises:
-        LayoutError: a layout that no number of ranks fits.
+        LayoutError: no number of ranks fits a layout.
 
     >>> [str(layout) for layout in choose_layouts(["zero_stage=3"], 3, LayoutSection())]
     ['dp_shard=2,zero_stage=3', 'dp_shard=3,zero_stage=3']
     >>> len(choose_layouts([], 4, LayoutSection()))
     15
     """
-    sizes = {name: getattr(base, name) for name in ("wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes")}
+    sizes = {
+        name: getattr(base, name)
+        for name in ("wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes")
+    }
     texts = list(texts)
     if not texts:
-        return [replace(layout, **sizes) for ranks in range(2, most_ranks + 1) for layout in _data_layouts(ranks)]
+        return [
+            replace(layout, **sizes)
+            for ranks in range(2, most_ranks + 1)
+            for layout in _data_layouts(ranks)
+        ]
     layouts = []
     for text in texts:
         section = LayoutSection.model_validate(sizes | parse_layout(text))
@@ -135,36 +156,41 @@ def _data_layouts(ranks: int) -> list[Layout]:
     layouts = [Layout(dp_replicate=ranks)]
     for shard in range(ranks, 1, -1):
         if ranks % shard == 0:
-            layouts += [Layout(dp_replicate=ranks // shard, dp_shard=shard, zero_stage=stage) for stage in (1, 2, 3)]
+            layouts += [
+                Layout(dp_replicate=ranks // shard, dp_shard=shard, zero_stage=stage)
+                for stage in (1, 2, 3)
+            ]
     return layouts
 
 
 def _fitting(text: str, section: LayoutSection, most_ranks: int) -> list[Layout]:
-    found = []
+    layouts = []
     for ranks in range(2, most_ranks + 1):
         try:
-            found.append(resolve_layout(section, ranks))
+            layouts.append(resolve_layout(section, ranks))
         except LayoutError:
             continue
-    if not found:
+    if not layouts:
         degrees = (section.dp_replicate or 1) * (section.dp_shard or 1)
         raise LayoutError(
             f"no number of ranks from 2 to {most_ranks} fits this layout",
             field="--layout",
             got=text,
-            remedy=f"It takes a multiple of {degrees} ranks; verify runs up to --nproc",
+            remedy=f"Raise --nproc: the layout needs a multiple of {degrees} ranks",
         )
-    return found
+    return layouts
 
 
-def cut_shape(shape: ModelShape, *, num_layers: int | None = None, hidden_size: int | None = None) -> ModelShape:
-    """A smaller model of the same make: its first layers, its width; heads and feed-forward shrink with the width.
+def cut_shape(
+    shape: ModelShape, *, num_layers: int | None = None, hidden_size: int | None = None
+) -> ModelShape:
+    """Shrink a model to its first layers, or to a width with fewer heads and a smaller MLP.
 
-    A head keeps its size, and groups of query heads to a key-value head keep theirs.
+    Head size and query heads per key-value head stay the same.
     """
     if isinstance(shape, ForeignShape) and (num_layers is not None or hidden_size is not None):
         raise ArchitectureError(
-            f"a {shape.family} model runs through transformers' class and is not cut down here",
+            f"a {shape.family} model runs through transformers' class and cannot be shrunk",
             field="--num-layers" if num_layers is not None else "--hidden-size",
             got=num_layers if num_layers is not None else hidden_size,
             remedy="Give a smaller config.json inline (model.config)",
@@ -172,20 +198,26 @@ def cut_shape(shape: ModelShape, *, num_layers: int | None = None, hidden_size: 
     if num_layers is not None:
         if num_layers > shape.num_layers:
             raise ArchitectureError(
-                "a cut cannot add layers", field="--num-layers", got=num_layers, allowed=f"1 to {shape.num_layers}"
+                "--num-layers cannot add layers to the model",
+                field="--num-layers",
+                got=num_layers,
+                allowed=f"1 to {shape.num_layers}",
             )
         shape = replace(shape, layers=shape.layers[:num_layers])
     if hidden_size is not None:
         if hidden_size > shape.hidden_size:
             raise ArchitectureError(
-                "a cut cannot widen the model", field="--hidden-size", got=hidden_size, allowed=f"1 to {shape.hidden_size}"
+                "--hidden-size cannot widen the model",
+                field="--hidden-size",
+                got=hidden_size,
+                allowed=f"1 to {shape.hidden_size}",
             )
-        kept = hidden_size / shape.hidden_size
-        num_kv_heads = max(1, round(shape.num_kv_heads * kept))
+        share = hidden_size / shape.hidden_size
+        num_kv_heads = max(1, round(shape.num_kv_heads * share))
         shape = replace(
             shape,
             hidden_size=hidden_size,
-            intermediate_size=max(1, round(shape.intermediate_size * kept)),
+            intermediate_size=max(1, round(shape.intermediate_size * share)),
             num_kv_heads=num_kv_heads,
             num_heads=num_kv_heads * (shape.num_heads // shape.num_kv_heads),
         )

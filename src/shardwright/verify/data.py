@@ -1,4 +1,4 @@
-"""Data on which a wrong gradient shows: every rank sees other tokens, supervision is uneven, one rank has almost none.
+"""Random rows that expose wrong gradients: ranks differ in the number of supervised tokens.
 
 Shapes: T tokens of a row.
 """
@@ -15,20 +15,21 @@ from shardwright.data.order import SampleOrder
 from shardwright.plan import BatchPlan
 
 _SHARES = (0.9, 0.5, 0.2)
-"""Shares of a row's tokens that are supervised, by data rank; rows differ from them by chance."""
+"""Expected share of a row's tokens that is supervised, by data rank."""
 
 
 _WEIGHTS = np.array([0.1, 0.25, 1.0, 3.0], dtype=np.float32)
-"""Of tokens' losses; they do not add up to their number."""
+"""Loss weights of tokens; their mean is not 1."""
 
 
 @dataclass(frozen=True)
 class UnevenDataset:
-    """Random rows for a few steps of a batch plan; row content is a function of seed and global position.
+    """Random rows for a few steps of a batch plan; content depends on seed and global position.
 
-    A row is either several documents or one, whose end is free for up to half of the row. The last data rank has one supervised
-    token in a whole step, in its last micro-batch, so with accumulation its other micro-batches have none at all. With a single
-    data rank it is the first micro-batch (of several) that has none.
+    A row holds several documents, or one that leaves up to half of the row as padding. The last
+    data rank has one supervised token per step, in its last micro-batch, so with accumulation
+    its other micro-batches have none. With one data rank the first of several micro-batches has
+    none.
     """
 
     vocab_size: int
@@ -46,20 +47,22 @@ class UnevenDataset:
     @property
     def num_supervised(self) -> int:
         """Supervised tokens of all steps."""
-        return sum(int(np.count_nonzero(self.row(p).labels != IGNORED_LABEL)) for p in range(len(self)))
+        return sum(
+            int(np.count_nonzero(self.row(p).labels != IGNORED_LABEL)) for p in range(len(self))
+        )
 
     @property
     def is_uneven(self) -> bool:
-        """No, though they are: which data rank has few supervised tokens is what these rows are about."""
+        """False, so that rows are not reordered: these rows depend on the data rank."""
         return False
 
     def num_used(self, index: int, epoch: int = 0) -> int:
-        """Positions of a row that hold something."""
+        """Count the positions of a row that are not padding."""
         return self.sequence_length - self.sample(index, epoch).num_free
 
     @property
     def order(self) -> SampleOrder:
-        """The order in which the rows are read."""
+        """Sample order of the rows."""
         return SampleOrder(self.seed, len(self))
 
     def __len__(self) -> int:
@@ -70,34 +73,45 @@ class UnevenDataset:
         return {self.order.index_at(position): position for position in range(len(self))}
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
-        """The row that the order reads as sample `index`."""
-        assert epoch == 0, "the cursor has left the data"
+        """Return the row that the order reads as sample `index`."""
+        assert epoch == 0, "the cursor is beyond the data"
         return self.row(self._position_of[index])
 
     def row(self, position: int) -> Sample:
-        """The row at a global position."""
+        """Build the row at a global position."""
         random = np.random.default_rng([self.seed, position])
         length = self.sequence_length
         tokens = random.integers(self.vocab_size, size=length + 1)
-        inputs, labels = tokens[:-1], tokens[1:].copy()
-        positions, document_ids, num_free = np.arange(length), None, 0
+        inputs = tokens[:-1]
+        labels = tokens[1:].copy()
+        positions = np.arange(length)
+        document_ids = None
+        num_padding = 0
         if not self.documents:
-            num_free = int(np.random.default_rng([self.seed, position, 1]).integers(length // 2 + 1))
-            labels[length - num_free :] = IGNORED_LABEL
-            positions = np.minimum(positions, length - num_free - 1)
+            num_padding = int(
+                np.random.default_rng([self.seed, position, 1]).integers(length // 2 + 1)
+            )
+            labels[length - num_padding :] = IGNORED_LABEL
+            positions = np.minimum(positions, length - num_padding - 1)
         if self.documents:
-            starts = np.sort(random.choice(np.arange(1, length), size=min(3, length - 1), replace=False))
+            starts = np.sort(
+                random.choice(np.arange(1, length), size=min(3, length - 1), replace=False)
+            )
             document_ids = np.searchsorted(starts, np.arange(length), side="right")
             positions = np.arange(length) - np.concatenate([[0], starts])[document_ids]
             labels[starts - 1] = IGNORED_LABEL  # the next token is another document's
         labels[~self._supervised(position, random, labels != IGNORED_LABEL)] = IGNORED_LABEL
         weights = random.choice(_WEIGHTS, size=length) if self.weights else None
-        return Sample(inputs, labels, positions, document_ids, weights, num_free)
+        return Sample(inputs, labels, positions, document_ids, weights, num_padding)
 
-    def _supervised(self, position: int, random: np.random.Generator, allowed: np.ndarray) -> np.ndarray:
-        """Which of the tokens that may be supervised are, `[T]`."""
+    def _supervised(
+        self, position: int, random: np.random.Generator, allowed: np.ndarray
+    ) -> np.ndarray:
+        """Choose the supervised tokens among the `allowed` ones, `[T]`."""
         batch = self.batch
-        accumulation, rest = divmod(position % batch.global_batch_size, batch.micro_batch_size * batch.data_ranks)
+        accumulation, rest = divmod(
+            position % batch.global_batch_size, batch.micro_batch_size * batch.data_ranks
+        )
         data_rank, row = divmod(rest, batch.micro_batch_size)
         chosen = np.zeros_like(allowed)
         if batch.data_ranks == 1 and accumulation == 0 and batch.gradient_accumulation_steps > 1:

@@ -1,7 +1,7 @@
-"""The whole matrix: three small models under every cut, every pair of cuts and the triples and more that make 3D and 4D layouts.
+"""Grid of verifications: three small models in layouts of one to four kinds of parallelism.
 
-A cell is a model, a layout and a way of computing a step. `make verify-all` runs all of them; `covering` picks few in which every
-two properties still meet, for every day.
+A cell is a model, a layout and a case. `make verify-all` runs all cells; `covering` chooses a
+small subset with every pair of properties, for daily runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ _LLAMA_LIKE: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", "intermediate_size": 48, **_LLAMA_LIKE},
-    "tied": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
+    "tied": {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 64,
+    },
     "moe": {
         "model_type": "qwen3_moe",
         "intermediate_size": 48,
@@ -46,7 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
         **_LLAMA_LIKE,
     },
 }
-"""Grouped key-value heads, tied embeddings with fused projections and learned positions, experts with norms on heads."""
+"""Models of the grid: grouped-query attention; tied embeddings, fused projections and learned
+positions; experts and per-head norms."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
 METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
@@ -63,14 +71,14 @@ CASES = (
     Case(2, "selective", dropout=False, documents=True),
     Case(3, "none", dropout=False, documents=True),
 )
-"""Ways of computing, in which any two options of any two kinds meet; `tied` is the model's, pipelines take more micro-batches."""
+"""Cases with every pair of option values. The model sets `tied`; pipelines accumulate more."""
 
 CELLS_PER_LAYOUT = 2
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the matrix; `refusal` says why the recipe's own rule does not take the layout for this model."""
+    """Model, layout and case; `refusal` says why the model does not support the layout."""
 
     model: str
     layout: Layout
@@ -79,36 +87,53 @@ class Cell:
 
     @cached_property
     def properties(self) -> frozenset[str]:
-        """What stands in it, for choosing cells that cover pairs."""
-        layout, case = self.layout, self.case
-        found = {f"model {self.model}", f"accumulation {min(case.accumulation, 3)}", f"recompute {case.recompute}"}
-        found |= {f"dropout {case.dropout}", f"documents {case.documents}", f"zero_stage {layout.zero_stage}"}
-        found |= {axis for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep") if layout.degree(axis) > 1}
+        """Properties of model, layout and case, of which `covering` covers all pairs."""
+        layout = self.layout
+        case = self.case
+        properties = {
+            f"model {self.model}",
+            f"accumulation {min(case.accumulation, 3)}",
+            f"recompute {case.recompute}",
+        }
+        properties |= {
+            f"dropout {case.dropout}",
+            f"documents {case.documents}",
+            f"zero_stage {layout.zero_stage}",
+        }
+        properties |= {
+            axis
+            for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+            if layout.degree(axis) > 1
+        }
         if layout.tp > 1:
-            found.add(f"sequence_parallel {layout.sequence_parallel}")
+            properties.add(f"sequence_parallel {layout.sequence_parallel}")
         if layout.pp > 1:
-            found.add(layout.schedule)
+            properties.add(layout.schedule)
         if layout.cp > 1:
-            found.add(layout.cp_method)
-        return frozenset(found)
+            properties.add(layout.cp_method)
+        return frozenset(properties)
 
 
 def shape_of_model(name: str) -> ModelShape:
-    """The shape of one of `MODELS`."""
+    """Read the shape of one of `MODELS`."""
     return read_config(MODELS[name])
 
 
 def layouts(max_ranks: int = 16) -> list[Layout]:
-    """Every layout of the matrix that takes 2 to `max_ranks` ranks: single cuts, pairs, triples and all four at once."""
-    found = [*_single_cuts(), *_pairs(), *_triples(), *_all_at_once()]
-    return [layout for layout in dict.fromkeys(found) if 1 < layout.world_size <= max_ranks]
+    """List the layouts of 2 to `max_ranks` ranks, with one to four kinds of parallelism."""
+    every = [*_single_cuts(), *_pairs(), *_triples(), *_all_at_once()]
+    return [layout for layout in dict.fromkeys(every) if 1 < layout.world_size <= max_ranks]
 
 
 def _single_cuts() -> Iterator[Layout]:
     yield Layout(dp_replicate=2)
     yield from (Layout(dp_shard=2, zero_stage=stage) for stage in STAGES)
     yield Layout(dp_shard=3, zero_stage=3)
-    yield from (Layout(tp=degree, sequence_parallel=sequence) for degree in (2, 4) for sequence in (True, False))
+    yield from (
+        Layout(tp=degree, sequence_parallel=sequence)
+        for degree in (2, 4)
+        for sequence in (True, False)
+    )
     yield from (Layout(pp=2, schedule=schedule) for schedule in SCHEDULES)
     yield Layout(pp=4)
     yield from (Layout(cp=2, cp_method=method) for method in METHODS)
@@ -149,7 +174,14 @@ def _triples() -> Iterator[Layout]:
     for stage, schedule in zip(STAGES, ("zb_h1", "interleaved_1f1b", "1f1b"), strict=True):
         yield Layout(dp_shard=2, tp=2, pp=2, zero_stage=stage, schedule=schedule)
         yield Layout(dp_shard=2, tp=2, cp=2, zero_stage=stage, cp_method=METHODS[stage - 1])
-        yield Layout(dp_shard=2, pp=2, cp=2, zero_stage=stage, cp_method=METHODS[stage % 3], schedule=schedule)
+        yield Layout(
+            dp_shard=2,
+            pp=2,
+            cp=2,
+            zero_stage=stage,
+            cp_method=METHODS[stage % 3],
+            schedule=schedule,
+        )
     yield Layout(tp=2, pp=2, cp=2, cp_method="ring")
     yield Layout(tp=2, pp=2, cp=2, cp_method="all_gather", schedule="zbv", sequence_parallel=False)
     yield Layout(dp_shard=2, ep=2, tp=2, pp=2, zero_stage=1)
@@ -170,15 +202,17 @@ def _all_at_once() -> Iterator[Layout]:
 
 
 def all_cells(max_ranks: int = 16) -> list[Cell]:
-    """The matrix, in the order in which it runs; a layout that a model cannot have is a cell with its refusal."""
+    """List the cells in order of execution; an unsupported layout is a cell with a refusal."""
     cells = []
-    for number, (layout, model) in enumerate((layout, model) for layout in layouts(max_ranks) for model in MODELS):
+    for number, (layout, model) in enumerate(
+        (layout, model) for layout in layouts(max_ranks) for model in MODELS
+    ):
         if layout.ep > 1 and model != "moe":
-            continue  # experts are what it cuts: not a cell of models that have none
+            continue  # expert parallelism does not apply to models without experts
         shape = shape_of_model(model)
         refusal = refusal_of(shape, layout)
-        for turn in range(CELLS_PER_LAYOUT):
-            case = CASES[(number + 4 * turn) % len(CASES)]
+        for repetition in range(CELLS_PER_LAYOUT):
+            case = CASES[(number + 4 * repetition) % len(CASES)]
             cells.append(Cell(model, layout, _fitted(case, layout, shape), refusal))
             if refusal is not None:
                 break
@@ -186,7 +220,7 @@ def all_cells(max_ranks: int = 16) -> list[Cell]:
 
 
 def refusal_of(shape: ModelShape, layout: Layout) -> str | None:
-    """Why the recipe's rule does not take this layout for this model, in its words; None where it does."""
+    """Return the error message if the model does not support this layout, else None."""
     try:
         check(shape, layout, SEQUENCE_LENGTH)
     except LayoutError as error:
@@ -195,21 +229,31 @@ def refusal_of(shape: ModelShape, layout: Layout) -> str | None:
 
 
 def _fitted(case: Case, layout: Layout, shape: ModelShape) -> Case:
-    """The case for this model and layout: pipelines need micro-batches; experts are balanced, bounded, both or neither."""
+    """Adapt a case to model and layout: micro-batches of pipelines, router options."""
     case = replace(case, tied=shape.tied_embeddings)
     if shape.experts is not None:
-        case = replace(case, router_losses=case.documents, capacity_factor=0.8 if case.recompute == "selective" else None)
-    return case if layout.pp == 1 else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
+        case = replace(
+            case,
+            router_losses=case.documents,
+            capacity_factor=0.8 if case.recompute == "selective" else None,
+        )
+    return (
+        case
+        if layout.pp == 1
+        else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
+    )
 
 
 def covering(cells: Sequence[Cell]) -> list[Cell]:
-    """Few of the cells, in which every two properties that meet in any cell meet: greedily, small layouts first among equals."""
-    wanted = {pair for cell in cells for pair in _pairs_of(cell)}
+    """Choose cells greedily until all pairs of properties are covered; small layouts first."""
+    uncovered = {pair for cell in cells for pair in _pairs_of(cell)}
     chosen: list[Cell] = []
-    while wanted:
-        best = max(cells, key=lambda cell: (len(wanted & _pairs_of(cell)), -cell.layout.world_size))
+    while uncovered:
+        best = max(
+            cells, key=lambda cell: (len(uncovered & _pairs_of(cell)), -cell.layout.world_size)
+        )
         chosen.append(best)
-        wanted -= _pairs_of(best)
+        uncovered -= _pairs_of(best)
     return sorted(chosen, key=cells.index)
 
 
@@ -218,7 +262,7 @@ def _pairs_of(cell: Cell) -> set[tuple[str, str]]:
 
 
 def by_reference(cells: Iterable[Cell]) -> dict[tuple[str, Case, int], list[Cell]]:
-    """Cells that one reference serves: the same model, case and number of data ranks."""
+    """Group cells that share a reference: same model, case and number of data ranks."""
     grouped: dict[tuple[str, Case, int], list[Cell]] = {}
     for cell in cells:
         grouped.setdefault((cell.model, cell.case, cell.layout.data_ranks), []).append(cell)

@@ -1,4 +1,4 @@
-"""All cells of a verification: for each layout, each case, each dtype; run on worker ranks, told as one report."""
+"""Verification of all combinations of layout, case and dtype on worker ranks; its report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MICRO_BATCH_SIZE = 2
 
 @dataclass(frozen=True)
 class CellResult:
-    """One layout in one case and dtype: the worst finding of each kind over all ranks, or why there is none."""
+    """Worst findings over all ranks of one layout, case and dtype, or why there are none."""
 
     layout: Layout
     case: Case
@@ -41,11 +41,15 @@ class CellResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every comparison passed."""
-        return self.failure is None and bool(self.findings) and all(finding.passed for finding in self.findings)
+        """True if every comparison passed and there was at least one."""
+        return (
+            self.failure is None
+            and bool(self.findings)
+            and all(finding.passed for finding in self.findings)
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the result as JSON values."""
         return {
             "layout": str(self.layout),
             "world_size": self.layout.world_size,
@@ -54,18 +58,20 @@ class CellResult:
             "passed": self.passed,
             "failure": self.failure,
             "seconds": round(self.seconds, 3),
-            "findings": [asdict(f) | {"error": _as_json(f.error), "passed": f.passed} for f in self.findings],
+            "findings": [
+                asdict(f) | {"error": _as_json(f.error), "passed": f.passed} for f in self.findings
+            ],
         }
 
 
 def _as_json(number: float) -> float | str:
-    """JSON has neither inf nor nan."""
+    """Encode inf and nan, which JSON lacks, as text."""
     return number if abs(number) < float("inf") else str(number)
 
 
 @dataclass
 class Report:
-    """What was verified and what came out."""
+    """Model, sequence length and results of a verification."""
 
     shape: ModelShape
     sequence_length: int
@@ -73,11 +79,11 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every cell passed, and there was one."""
+        """True if every cell passed and there was at least one."""
         return bool(self.cells) and all(cell.passed for cell in self.cells)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the report as JSON values."""
         return {
             "schema_version": SCHEMA_VERSION,
             "passed": self.passed,
@@ -95,34 +101,42 @@ class Report:
 
 @dataclass(frozen=True)
 class GridRow:
-    """A cell of the whole matrix and what came out; no result where the recipe's rule refuses the layout for the model."""
+    """Cell of the grid and its result; None if the model does not support the layout."""
 
     cell: Cell
     result: CellResult | None
 
     @property
     def passed(self) -> bool:
-        """Whether it passed; a refusal is no failure."""
+        """True if the cell passed or its layout was refused."""
         return self.result is None or self.result.passed
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON."""
-        told: dict[str, Any] = {"model": self.cell.model, "layout": str(self.cell.layout), "refused": self.cell.refusal}
-        return told if self.result is None else told | self.result.as_dict()
+        """Return cell and result as JSON values."""
+        cell: dict[str, Any] = {
+            "model": self.cell.model,
+            "layout": str(self.cell.layout),
+            "refused": self.cell.refusal,
+        }
+        return cell if self.result is None else cell | self.result.as_dict()
 
 
 def verify_grid(
-    cells: Iterable[Cell], pool: RankPool, *, dtype: Dtype = "float32", told: Callable[[GridRow], None]
+    cells: Iterable[Cell],
+    pool: RankPool,
+    *,
+    dtype: Dtype = "float32",
+    told: Callable[[GridRow], None],
 ) -> list[GridRow]:
-    """Run cells of the whole matrix; one reference serves all layouts that read the same batch.
+    """Run cells of the grid; layouts that read the same batch share a reference.
 
     Args:
-        told: gets every row as it comes.
+        told: called with every row when it is finished.
     """
     rows = []
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
         path = Path(folder, "reference.safetensors")
-        for (model, case, data_ranks), alike in by_reference(cells).items():
+        for (model, case, data_ranks), group in by_reference(cells).items():
             problem = Problem(
                 shape=shape_of_model(model),
                 frozen=frozenset(),
@@ -133,10 +147,15 @@ def verify_grid(
                 dtype=dtype,
                 seed=0,
             )
-            if any(cell.refusal is None for cell in alike):
+            if any(cell.refusal is None for cell in group):
                 pool.run(1, write_reference, problem, path)
-            for cell in alike:
-                row = GridRow(cell, _run_cell(problem, cell.layout, path, pool, None) if cell.refusal is None else None)
+            for cell in group:
+                row = GridRow(
+                    cell,
+                    _run_cell(problem, cell.layout, path, pool, None)
+                    if cell.refusal is None
+                    else None,
+                )
                 rows.append(row)
                 told(row)
     return rows
@@ -154,27 +173,35 @@ def verify(
     told: Callable[[CellResult], None] = lambda _cell: None,
     mutation: Mutation | None = None,
 ) -> Report:
-    """Run every cell.
+    """Verify every combination of layout, case and dtype.
 
     Args:
-        recipe: its attention, optimizer, seed and frozen parameters are used; its data and batch are not.
-        shape: its model, cut down perhaps.
+        recipe: source of attention, optimizer, seed and frozen parameters, not of the data.
+        shape: the recipe's model, possibly shrunk.
         sequence_length: tokens per row.
-        pool: where ranks run.
-        told: gets every result as it comes.
-        mutation: for tests of the verifier: a bug that every rank puts in, and the reference does not.
+        pool: pool that runs the ranks.
+        told: called with every result when it is finished.
+        mutation: known bug on every rank but not in the reference, for tests of the verifier.
 
     Raises:
-        InputError: the model or a layout cannot be run at all.
+        InputError: the model or a layout cannot run.
     """
     shape.check_sequence_length(sequence_length)
     for layout in layouts:
         check(shape, layout, sequence_length)
         if recipe.optimizer.name == "adamw_8bit":
             require_torchao()
-            check_blocks(place(shape, layout, stages_of(shape, layout, sequence_length)), layout, recipe.optimizer.block_size)
+            check_blocks(
+                place(shape, layout, stages_of(shape, layout, sequence_length)),
+                layout,
+                recipe.optimizer.block_size,
+            )
     report = Report(shape, sequence_length)
-    frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()]) if recipe.model.freeze else frozenset()
+    frozen = (
+        match_frozen(recipe.model.freeze, [spec.name for spec in shape.parameters()])
+        if recipe.model.freeze
+        else frozenset()
+    )
     base = Problem(
         shape=shape,
         frozen=frozen,
@@ -201,17 +228,21 @@ def verify(
 def _problems(
     base: Problem, layouts: Sequence[Layout], cases: Sequence[Case], dtypes: Sequence[Dtype]
 ) -> Iterator[tuple[Problem, list[Layout]]]:
-    """Each reference to compute, with the layouts that share it: those with equally many data ranks."""
+    """Yield each reference to compute with its layouts: those of equally many data ranks."""
     for data_ranks in dict.fromkeys(layout.data_ranks for layout in layouts):
-        alike = [layout for layout in layouts if layout.data_ranks == data_ranks]
+        group = [layout for layout in layouts if layout.data_ranks == data_ranks]
         for dtype in dtypes:
             for case in cases:
-                batch = replace(base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation)
-                yield replace(base, batch=batch, case=case, dtype=dtype), alike
+                batch = replace(
+                    base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation
+                )
+                yield replace(base, batch=batch, case=case, dtype=dtype), group
 
 
-def _run_cell(problem: Problem, layout: Layout, path: Path, pool: RankPool, mutation: Mutation | None) -> CellResult:
-    began = time.perf_counter()
+def _run_cell(
+    problem: Problem, layout: Layout, path: Path, pool: RankPool, mutation: Mutation | None
+) -> CellResult:
+    start = time.perf_counter()
     findings: tuple[Finding, ...] = ()
     failure: str | None = None
     try:
@@ -221,9 +252,11 @@ def _run_cell(problem: Problem, layout: Layout, path: Path, pool: RankPool, muta
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         failure = str(error)
-    return CellResult(layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - began)
+    return CellResult(
+        layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - start
+    )
 
 
 def _worst_of(findings: Sequence[Finding]) -> Finding:
-    """The finding of the rank that is furthest off."""
+    """Find the rank's finding with the largest share of its allowed error."""
     return max(findings, key=lambda finding: finding.severity)

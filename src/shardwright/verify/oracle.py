@@ -1,4 +1,6 @@
-"""What one process computes, written plainly: one batch, all logits, autograd, textbook updates. Nothing of the engine is used.
+"""Reference of a verification: plain code on one process that uses nothing of the engine.
+
+One batch, full logits, autograd and textbook updates.
 
 Shapes: B sequences, T tokens.
 """
@@ -29,25 +31,28 @@ from shardwright.verify.plain import PlainForeign
 
 NUM_STEPS = 3
 GRADIENT_STEPS = (0, NUM_STEPS - 1)
-"""Steps whose raw gradients are compared: an engine may arrange its buffers anew after the first, as DDP does its buckets."""
+"""Steps whose raw gradients are compared. DDP rebuilds its buckets after the first step."""
 SGD_LEARNING_RATE = 0.3
 LEARNING_RATES = (1e-3, 3e-3, 5e-4)
-"""AdamW's, one per step, so that a stale one shows."""
+"""AdamW's learning rates, one per step, so that a stale rate is detected."""
 WEIGHT_DECAY = 0.1
 CLASS_STD = 0.1
-"""Of values that only a foreign class would know how to begin: any will do to compare gradients at."""
+"""Standard deviation of initial values that transformers' class defines; any would do here."""
 ADAPTER_STD = 0.05
-"""Of B's values, at which what adapters add is of the size of what their matrices give."""
+"""Standard deviation of matrix B; adapters then add about as much as their matrices give."""
 CLIP_SHARES = (0.5, 8.0, 0.7)
-"""AdamW's steps are clipped to these shares of the first step's norm: clipping acts, does not act, acts."""
+"""Limits of AdamW's gradient norm as shares of the first step's: active, inactive, active."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What both sides compute: a model, a batch and a way of computing it. The layout is not part of it, only its data ranks."""
+    """Model, batch and case that engine and reference compute; independent of the layout.
+
+    Only the number of data ranks is part of it.
+    """
 
     shape: ModelShape
-    """As the recipe has it; `case` changes it."""
+    """Shape in the recipe, before the changes of `case`."""
     frozen: frozenset[str]
     attention: str
     optimizer: OptimizerSection
@@ -58,26 +63,41 @@ class Problem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype`, as torch names it."""
+        """Torch dtype for `dtype`."""
         return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
 
     @property
     def dataset(self) -> UnevenDataset:
-        """The rows of all steps."""
-        return UnevenDataset(self.shape.vocab_size, self.batch, NUM_STEPS, self.seed, self.case.documents, self.case.weights)
+        """Rows of all steps."""
+        return UnevenDataset(
+            self.shape.vocab_size,
+            self.batch,
+            NUM_STEPS,
+            self.seed,
+            self.case.documents,
+            self.case.weights,
+        )
 
 
 def initial_value(problem: Problem, spec: ParameterSpec, narrow: Narrow | None = None) -> Tensor:
-    """A parameter's value before the first step, or a slice of it: the common one, but for biases that leave experts idle.
+    """Compute a parameter's value before the first step, or a slice of it.
 
-    And but for adapters: B at zero would leave A without a gradient.
+    It is the model's initial value, except for biases that make experts idle and for adapters,
+    whose matrix B is not zero because A would get no gradient.
     """
     if spec.part is not None:
         return _initial_adapter(problem, spec, narrow)
     if spec.packed is not None:
-        matrix, whole = spec.packed, tuple((0, size) for size in spec.shape)
-        bounds = whole if narrow is None else tuple(part or every for part, every in zip(narrow, whole, strict=True))
-        return packed_slice(matrix, bounds, lambda _name, rows: initial_value(problem, matrix, rows))
+        matrix = spec.packed
+        whole = tuple((0, size) for size in spec.shape)
+        bounds = (
+            whole
+            if narrow is None
+            else tuple(part or every for part, every in zip(narrow, whole, strict=True))
+        )
+        return packed_slice(
+            matrix, bounds, lambda _name, rows: initial_value(problem, matrix, rows)
+        )
     if isinstance(spec.init, ByClass):
         spec = replace(spec, init=Normal(CLASS_STD))
     value = initialise(spec, problem.seed, dtype=problem.torch_dtype, narrow=narrow)
@@ -96,16 +116,22 @@ def _initial_adapter(problem: Problem, spec: ParameterSpec, narrow: Narrow | Non
     def read(_name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         return initial_value(problem, matrix, bounds)
 
-    def read_held(name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        quantised = problem.shape.adapters is not None and problem.shape.adapters.quantize is not None
-        return held_slice(matrix, bounds, read, problem.torch_dtype) if quantised else read(name, bounds)
+    def read_stored(name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        quantised = (
+            problem.shape.adapters is not None and problem.shape.adapters.quantize is not None
+        )
+        return (
+            held_slice(matrix, bounds, read, problem.torch_dtype)
+            if quantised
+            else read(name, bounds)
+        )
 
     return begin(
         spec,
         problem.seed,
         narrow,
         dtype=problem.torch_dtype,
-        read_matrix=read_held,
+        read_matrix=read_stored,
         in_out=problem.shape.lies_in_out(matrix),
     )
 
@@ -113,18 +139,25 @@ def _initial_adapter(problem: Problem, spec: ParameterSpec, narrow: Narrow | Non
 def write_reference(problem: Problem, path: Path) -> None:
     """Compute the reference and write it as safetensors.
 
-    Tensors: `loss` and `norm` [steps] of the SGD run (of a sparse model also `routers`, what `RouterTally.take` says after each
-    step), `adamw_norm` and `max_grad_norm` [steps], and per parameter
-    `gradient.STEP.NAME` (raw, in the SGD run; absent where frozen), `sgd.NAME` and `adamw.NAME` (weights after all steps).
+    Tensors: `loss` and `norm` [steps] of the SGD run (for a sparse model also `routers`, the
+    result of `RouterTally.take` after each step), `adamw_norm` and `max_grad_norm` [steps], and
+    per parameter `gradient.STEP.NAME` (raw, SGD run; absent if frozen), `sgd.NAME` and
+    `adamw.NAME` (weights after all steps).
     """
     tensors: dict[str, Tensor] = {}
     decoder = _build(problem)
-    losses, norms, routers = [], [], []
+    losses = []
+    norms = []
+    routers = []
     for step in range(NUM_STEPS):
         losses.append(_differentiate(decoder, problem, step))
         norms.append(_norm(decoder))
         if step in GRADIENT_STEPS:
-            tensors |= {f"gradient.{step}.{n}": p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+            tensors |= {
+                f"gradient.{step}.{n}": p.grad.clone()
+                for n, p in decoder.named_parameters()
+                if p.grad is not None
+            }
         with torch.no_grad():
             for parameter in decoder.parameters():
                 if parameter.grad is not None:
@@ -135,24 +168,47 @@ def write_reference(problem: Problem, path: Path) -> None:
 
     decoder = _build(problem)
     adamw_norms = []
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()}
+    moments = {
+        name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()
+    }
     for step in range(NUM_STEPS):
         _differentiate(decoder, problem, step)
         adamw_norms.append(_norm(decoder))
-        _adamw(decoder, moments, problem.optimizer, step, min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)))
+        _adamw(
+            decoder,
+            moments,
+            problem.optimizer,
+            step,
+            min(1.0, max_grad_norms[step] / (adamw_norms[-1] + 1e-6)),
+        )
         _end_step_of_experts(decoder)
-    tensors |= {f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-    as_double = {"loss": losses, "norm": norms, "adamw_norm": adamw_norms, "max_grad_norm": max_grad_norms}
-    tensors |= {name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()}
+    tensors |= {
+        f"adamw.{name}": parameter.detach() for name, parameter in decoder.named_parameters()
+    }
+    as_double = {
+        "loss": losses,
+        "norm": norms,
+        "adamw_norm": adamw_norms,
+        "max_grad_norm": max_grad_norms,
+    }
+    tensors |= {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in as_double.items()
+    }
     tensors["routers"] = torch.stack(routers)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _build(problem: Problem) -> Decoder:
-    shape, dtype = problem.case.shape(problem.shape), problem.torch_dtype
+    shape = problem.case.shape(problem.shape)
+    dtype = problem.torch_dtype
     explicit = problem.attention == "explicit"
     kind = PlainForeign if isinstance(shape, ForeignShape) else Decoder
-    decoder = kind(shape, attention="explicit" if explicit else "auto", compute_dtype=dtype, expert_rules=problem.case.expert_rules)
+    decoder = kind(
+        shape,
+        attention="explicit" if explicit else "auto",
+        compute_dtype=dtype,
+        expert_rules=problem.case.expert_rules,
+    )
     decoder = decoder.to(dtype).to_empty(device="cpu")
     specs = {spec.name: spec for spec in shape.parameters()}
     with torch.no_grad():
@@ -163,14 +219,21 @@ def _build(problem: Problem) -> Decoder:
 
 
 def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
-    """Gradients of the mean loss of all supervised tokens of a step, from one batch that holds every row of it."""
+    """Compute loss and gradients of a step from one batch with all its rows; return the loss.
+
+    The loss is the mean over all supervised tokens.
+    """
     first = step * problem.batch.global_batch_size
     positions = range(first, first + problem.batch.global_batch_size)
     rows = [problem.dataset.row(position) for position in positions]
     labels_BT = torch.from_numpy(np.stack([row.labels for row in rows]))
     documents = [row.document_ids for row in rows if row.document_ids is not None]
     weights = [row.weights for row in rows if row.weights is not None]
-    weights_BT = torch.from_numpy(np.stack(weights)).to(problem.torch_dtype) if weights else torch.ones_like(labels_BT)
+    weights_BT = (
+        torch.from_numpy(np.stack(weights)).to(problem.torch_dtype)
+        if weights
+        else torch.ones_like(labels_BT)
+    )
     decoder.zero_grad()
     loss_sum = decoder(
         torch.from_numpy(np.stack([row.input_ids for row in rows])),
@@ -188,11 +251,16 @@ def _differentiate(decoder: Decoder, problem: Problem, step: int) -> float:
 
 @torch.no_grad()
 def _end_step_of_experts(decoder: Decoder) -> Tensor:
-    """What the routers did; each expert's bias moves one step up if it got fewer tokens than the mean, down if more."""
+    """Update balance biases and return the router statistics of the step.
+
+    An expert's bias moves one step up if it got fewer tokens than the mean, down if more.
+    """
     experts = decoder.shape.experts
     if experts is None:
         return torch.zeros(0)
-    table = decoder.router_tally.take(decoder.shape.num_layers, experts.num_experts, torch.device("cpu"))
+    table = decoder.router_tally.take(
+        decoder.shape.num_layers, experts.num_experts, torch.device("cpu")
+    )
     for name, parameter in decoder.named_parameters():
         if name.endswith(f".{decoder.shape.names.balance_bias}"):
             tokens = table[int(name.split(".")[2]), : experts.num_experts]
@@ -209,9 +277,19 @@ def _norm(decoder: Decoder) -> float:
 
 
 @torch.no_grad()
-def _adamw(decoder: Decoder, moments: dict[str, tuple[Tensor, Tensor]], section: OptimizerSection, step: int, clip: float) -> None:
-    """Loshchilov and Hutter 2019, algorithm 2, on clipped gradients; matrices decay, vectors do not."""
-    rate, count = LEARNING_RATES[step], step + 1
+def _adamw(
+    decoder: Decoder,
+    moments: dict[str, tuple[Tensor, Tensor]],
+    section: OptimizerSection,
+    step: int,
+    clip: float,
+) -> None:
+    """Update weights by Loshchilov and Hutter 2019, algorithm 2, on clipped gradients.
+
+    Matrices decay, vectors do not.
+    """
+    rate = LEARNING_RATES[step]
+    count = step + 1
     for name, parameter in decoder.named_parameters():
         if parameter.grad is None:
             continue

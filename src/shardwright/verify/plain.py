@@ -1,4 +1,4 @@
-"""A foreign model as one process runs it, plainly: document by document, all logits, autograd. The reference of its cells.
+"""Reference for models of transformers' classes: document by document, full logits, autograd.
 
 Shapes: B rows, T tokens of a row, S tokens of a document, V vocabulary.
 """
@@ -17,7 +17,7 @@ from shardwright.model.foreign import ForeignDecoder, Widened
 
 
 class PlainForeign(ForeignDecoder):
-    """transformers' module called on one document at a time; of ours it has the names of the parameters only."""
+    """Module of transformers called on one document at a time, with our parameter names."""
 
     interferes = False
 
@@ -31,16 +31,27 @@ class PlainForeign(ForeignDecoder):
         weights_BT: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """The summed loss of the supervised tokens."""
+        """Sum the loss of the supervised tokens."""
         assert labels_BT is not None
         losses = []
         for row, ids_T in enumerate(input_ids_BT):
-            documents_T = torch.zeros_like(ids_T) if document_ids_BT is None else document_ids_BT[row]
+            documents_T = (
+                torch.zeros_like(ids_T) if document_ids_BT is None else document_ids_BT[row]
+            )
             for document in documents_T.unique():
-                here_T = documents_T == document
-                wide = self.compute_dtype == torch.float64
-                with Widened() if wide else contextlib.nullcontext():
-                    logits_SV = self.foreign(input_ids=ids_T[here_T][None]).logits[0]
-                losses_S = F.cross_entropy(logits_SV, labels_BT[row][here_T], ignore_index=IGNORED_LABEL, reduction="none")
-                losses.append(losses_S.sum() if weights_BT is None else losses_S @ weights_BT[row][here_T])
+                is_document_T = documents_T == document
+                is_float64 = self.compute_dtype == torch.float64
+                with Widened() if is_float64 else contextlib.nullcontext():
+                    logits_SV = self.foreign(input_ids=ids_T[is_document_T][None]).logits[0]
+                losses_S = F.cross_entropy(
+                    logits_SV,
+                    labels_BT[row][is_document_T],
+                    ignore_index=IGNORED_LABEL,
+                    reduction="none",
+                )
+                losses.append(
+                    losses_S.sum()
+                    if weights_BT is None
+                    else losses_S @ weights_BT[row][is_document_T]
+                )
         return torch.stack(losses).sum()

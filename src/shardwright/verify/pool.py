@@ -1,7 +1,8 @@
-"""Persistent groups of worker processes, one group per number of ranks, joined by gloo on this machine.
+"""Persistent gloo groups of worker processes on this machine, one group per number of ranks.
 
-Starting a rank costs seconds, nearly all of it imports, and a check runs hundreds of small programs on ranks. So a server process
-imports once and forks every worker, and a group, once started, runs one function after another.
+Starting a rank takes seconds, mostly for imports, and a verification runs hundreds of small
+functions. So a server process imports once and forks the workers, and a group runs many
+functions one after another.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import torch.distributed as dist
 from shardwright.errors import RankFailed
 
 _GRACE_SECONDS = 2.0
-"""How long the other ranks have to say what happened to them, once one has failed."""
+"""Time for the other ranks to report their errors after one has failed."""
 _CAUSE_SECONDS = 10.0
-"""The same where all that has failed so far may only be what came of it: a neighbour that is gone. The cause may be slower."""
+"""The same if all errors so far may be consequences of a lost peer; the cause may follow."""
 
 
 @dataclass
@@ -43,9 +44,9 @@ class _Failure:
 
 
 class RankPool:
-    """Runs functions on every rank of a process group and gives back what each rank returned.
+    """Pool that runs functions on all ranks of a process group and returns each rank's result.
 
-    Use as a context manager, or call `close`. Not for use by several threads at once.
+    Use as a context manager, or call `close`. Not thread-safe.
     """
 
     def __init__(self, *, timeout_seconds: float = 120.0) -> None:
@@ -55,17 +56,30 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float | None = None) -> list[Any]:
-        """`function(*arguments)` on each of `num_ranks` ranks; results in order of rank.
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_seconds: float | None = None,
+    ) -> list[Any]:
+        """Call `function(*arguments)` on each of `num_ranks` ranks; return results by rank.
 
-        The function travels by its import path, so it must stand at the top of a module. It finds the default process group
-        initialised (none for one rank). A failed group is thrown away: the next call starts a fresh one.
+        The function is pickled, so it must be defined at the top level of a module. The default
+        process group is initialised for it unless there is one rank. After a failure the next
+        call starts a new group.
 
         Raises:
-            RankFailed: a rank raised (its error is the cause), died, or did not answer in time; told with rank and traceback.
+            RankFailed: a rank raised (its error is the cause), died, or did not answer in time.
+                The message names the rank and has its traceback.
         """
         workers = self._start(num_ranks)
         message = pickle.dumps((function, arguments))
@@ -86,20 +100,20 @@ class RankPool:
         if num_ranks not in self._groups:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__, "shardwright.verify.cell"])
-            # The store lives here, on a port that the kernel picks, so ranks cannot race for one.
+            # The store is in this process, on a port chosen by the kernel: no race for ports.
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             workers = []
             for rank in range(num_ranks):
-                ours, theirs = context.Pipe()
+                parent_pipe, worker_pipe = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, num_ranks, store.port, self.timeout_seconds),
+                    args=(worker_pipe, rank, num_ranks, store.port, self.timeout_seconds),
                     name=f"rank {rank} of {num_ranks}",
                     daemon=True,
                 )
                 process.start()
-                theirs.close()
-                workers.append(_Worker(process, ours))
+                worker_pipe.close()
+                workers.append(_Worker(process, parent_pipe))
             self._groups[num_ranks] = (workers, store)
         return self._groups[num_ranks][0]
 
@@ -133,44 +147,64 @@ class RankPool:
                 else:
                     results[rank] = answer[0]
             if failures:
-                consequence = all(failure is not None and _may_follow(failure) for failure in failures.values())
-                deadline = min(deadline, time.monotonic() + (_CAUSE_SECONDS if consequence else _GRACE_SECONDS))
+                consequence = all(
+                    failure is not None and _may_follow(failure) for failure in failures.values()
+                )
+                deadline = min(
+                    deadline, time.monotonic() + (_CAUSE_SECONDS if consequence else _GRACE_SECONDS)
+                )
         if failures:
             _raise_first(failures, workers)
         if waiting:
             late = ", ".join(str(rank) for rank in sorted(waiting.values()))
-            raise RankFailed(f"no answer from rank {late} of {len(workers)} within {timeout_seconds:g} s")
+            raise RankFailed(
+                f"no answer from rank {late} of {len(workers)} within {timeout_seconds:g} s"
+            )
         return [results[rank] for rank in range(len(workers))]
 
 
 def _raise_first(failures: dict[int, _Failure | None], workers: Sequence[_Worker]) -> None:
-    """The error that is most likely the cause: not the one of a rank whose neighbour had gone."""
+    """Raise the most likely cause rather than the error of a rank that lost its peer."""
 
-    def weight(item: tuple[int, _Failure | None]) -> tuple[bool, int]:
+    def sort_key(item: tuple[int, _Failure | None]) -> tuple[bool, int]:
         failure = item[1]
         return (failure is not None and _may_follow(failure), item[0])
 
-    rank, failure = min(failures.items(), key=weight)
+    rank, failure = min(failures.items(), key=sort_key)
     if failure is None:
         workers[rank].process.join(timeout=_CAUSE_SECONDS)
         code = workers[rank].process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
-        raise RankFailed(f"rank {rank} of {len(workers)} {how}")
-    raise RankFailed(f"rank {rank} of {len(workers)}: {failure.error}\n{failure.trace}") from failure.error
+        end = f"ended with exit code {code}"
+        if code is not None and code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
+        raise RankFailed(f"rank {rank} of {len(workers)} {end}")
+    raise RankFailed(
+        f"rank {rank} of {len(workers)}: {failure.error}\n{failure.trace}"
+    ) from failure.error
 
 
 def _may_follow(failure: _Failure) -> bool:
-    """Whether it may be what a rank says whose neighbour is gone."""
+    """Return True if the failure may be the consequence of a lost peer."""
     return isinstance(failure.error, dist.DistError | RuntimeError)
 
 
-def _serve(pipe: connection.Connection, rank: int, num_ranks: int, port: int, timeout_seconds: float) -> None:
-    """A worker's life: join the group, then answer calls until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def _serve(
+    pipe: connection.Connection, rank: int, num_ranks: int, port: int, timeout_seconds: float
+) -> None:
+    """Join the group, then answer calls until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     if num_ranks > 1:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_seconds))
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds)
+        )
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
     while True:
         try:
             message = pipe.recv_bytes()
@@ -188,7 +222,8 @@ def _pickle_failure(error: BaseException) -> bytes:
     trace = "".join(traceback.format_exception(error))
     try:
         message = pickle.dumps(_Failure(error, trace))
-        pickle.loads(message)  # an error whose constructor is unlike its arguments fails only here  # noqa: S301
+        # An error whose constructor does not accept its `args` fails only here.
+        pickle.loads(message)  # noqa: S301
     except Exception:
         message = pickle.dumps(_Failure(RankFailed(f"{type(error).__name__}: {error}"), trace))
     return message

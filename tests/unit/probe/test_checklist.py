@@ -76,7 +76,7 @@ def test_a_recipe_with_all_it_needs_passes(document: dict[str, Any]) -> None:
     ("change", "name", "verdict", "remedy"),
     [
         ("layout.tp=3", "layout fits the model", "fail", "Start a multiple of 3 ranks"),
-        ("training.global_batch_size=9", "layout fits the model", "fail", "--set|Mend"),
+        ("training.global_batch_size=9", "layout fits the model", "fail", "--set|Fix"),
         ("data.validation_fraction=0.0", "validation", "warn", "--set data.validation_fraction"),
         ("evaluation.every_steps=null", "validation", "warn", "--set evaluation.every_steps"),
         ("training.max_steps=100000", "enough samples", "warn", "--set training.max_steps="),

@@ -169,4 +169,4 @@ def test_without_the_package_or_the_driver_torch_is_asked_alone(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml({}))
     _, silent = read_gpu(torch.device("cuda", 0), own_process=1)
     assert silent is not None
-    assert silent.startswith("NVML does not answer")
+    assert silent.startswith("NVML cannot be initialised")

@@ -79,7 +79,7 @@ def test_ranks_that_do_not_come_are_named(meeting_place: str) -> None:
     diagnosis = examine_rank(order, RankEnvironment(0, 4, 0), lambda diagnosis: None)
     assert diagnosis is not None
     (finding,) = [one for one in diagnosis.findings if one.verdict == "fail"]
-    assert f"ranks 1-3 of 4 did not come to {meeting_place}" in finding.value
+    assert f"ranks 1-3 of 4 did not reach {meeting_place}" in finding.value
     assert finding.numbers["missing"] == [1, 2, 3]
 
 
@@ -175,7 +175,7 @@ def test_ranks_whose_turn_at_the_clock_comes_too_late_are_passed_over(
     assert in_threads(3, lambda rank: estimate_offset(stores[rank], rank, 3)) == [None] * 3
     monkeypatch.setattr(clock, "_LONGEST_SECONDS", 10.0)
     (finding,) = judge_clocks({1: Offset(0.0, 1e-4)}, dict.fromkeys(range(3), "a"))
-    assert "on 1 of 2 ranks, all that answered in 10 s" in finding.value
+    assert "on 1 of 2 ranks, all that answered within 10 s" in finding.value
 
 
 def agreements(count: int) -> tuple[list[Agreement], list[Watch]]:
@@ -259,7 +259,7 @@ def test_who_is_behind_is_named() -> None:
     assert finding.numbers["behind"] == [1, 2]
     store.set("stage/1", "correctness")
     store.set("stage/2", "collectives")
-    assert "every rank is in it" in judge_standstill("correctness", 60, meeting, STAGES).value
+    assert "all ranks are in this stage" in judge_standstill("correctness", 60, meeting, STAGES).value
 
 
 class SlowStore:
@@ -283,9 +283,9 @@ def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke(mo
     def be_slow(rank: int) -> Any:
         with watches[rank].stage("products"):
             if rank == 0:
-                watches[0].wait("begun/copies")  # longer than its own time-out
-                with pytest.raises(RankFailed, match="broken off"):
-                    watches[0].wait("begun/folders")
+                watches[0].wait("started/copies")  # longer than its own time-out
+                with pytest.raises(RankFailed, match="another rank has failed"):
+                    watches[0].wait("started/folders")
                 reports = {0: "here", 1: "report/1", 2: "report/2"}
                 return wait_for_reports(SlowStore(stores[0], clock), reports, 0.5)  # type: ignore[arg-type]
             for _ in range(4):
@@ -293,7 +293,7 @@ def test_a_rank_waits_for_those_that_make_progress_and_not_for_one_that_broke(mo
                 watches[1].progress()
                 while watches[0]._since < clock.now:  # until it has seen that
                     time.sleep(0.01)
-            stores[1].set("begun/copies", "1")
+            stores[1].set("started/copies", "1")
             stores[1].set("report/1", "{}")
             stores[1].set("here", "1")
             stores[1].set(BROKEN, "1")

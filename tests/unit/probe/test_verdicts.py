@@ -99,10 +99,11 @@ def test_what_took_too_long_is_named_with_why() -> None:
     ]
     products, messages, elementwise = judge_omissions(omissions, 120.0, 60.0)
     assert (products.section, products.verdict) == ("calibration", "warn")
-    assert "4 left out (bf16 1 x 512 x 512, bf16 2 x 512 x 512, bf16 3 x 512 x 512 and 1 more)" in products.value
-    assert "at 7.0 s a call they do not fit" in products.value
+    shapes = "bf16 1 x 512 x 512, bf16 2 x 512 x 512, bf16 3 x 512 x 512"
+    assert f"4 omitted ({shapes} and 1 more)" in products.value
+    assert "at 7.0 s per call they exceed the time limit" in products.value
     assert "1 measured on a smaller problem (bf16 1024 x 2048 x 192 as bf16 341 x 2048 x 192)" in products.value
-    assert products.remedy == "--budget 240 --timeout 120 allow more"
+    assert products.remedy == "Allow more time: --budget 240 --timeout 120"
     assert products.numbers["left_out"]["bf16 4 x 512 x 512"] == 7.0
     assert (messages.section, messages.verdict) == ("collectives", "warn")
     assert (elementwise.verdict, elementwise.remedy) == ("pass", "")
@@ -222,7 +223,7 @@ def test_clocks() -> None:
     assert bad(judge_clocks({1: Offset(0.3, 0.5), 2: Offset(-0.02, 1e-4)}, HOSTS)) == {}  # within what the trip allows
     (finding,) = judge_clocks({1: Offset(1e-4, 1e-4), 2: Offset(-3.0, 1e-3)}, HOSTS)
     assert finding.verdict == "warn"
-    assert "rank 2: b's clock is 3.0 s behind" in finding.value
+    assert "rank 2: the clock of b is 3.0 s behind" in finding.value
     assert judge_clocks({2: Offset(60.0, 1e-3)}, HOSTS)[0].verdict == "fail"
 
 
@@ -251,7 +252,7 @@ def test_ranks_with_other_versions_are_named() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "verdict"),
     [
-        ({"requirements": ("torch>=2.11 is wanted, 2.4 is installed",)}, "versions", "fail"),
+        ({"requirements": ("torch>=2.11 is required, 2.4 is installed",)}, "versions", "fail"),
         ({"collectives": ()}, "collectives", "fail"),
         ({"cuda": True}, "collectives", "fail"),
         ({"attention": ("math",)}, "attention", "warn"),

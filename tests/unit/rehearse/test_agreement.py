@@ -50,23 +50,23 @@ def test_a_rank_that_skips_one() -> None:
     sequences = agreeing()
     del sequences[1][0]
     assert told(sequences) == (
-        "a circle of waits: rank 0 waits for 1 in all_reduce of 8 bytes of float32 of (0, 1); "
-        "rank 1 waits for 0 in all_reduce of 8 bytes of float32 of (0, 1, 2, 3)"
+        "deadlock: rank 0 waits for 1 in all_reduce of 8 bytes of float32 over ranks (0, 1); "
+        "rank 1 waits for 0 in all_reduce of 8 bytes of float32 over ranks (0, 1, 2, 3)"
     )
 
 
 def test_a_rank_that_ends_early() -> None:
     sequences = agreeing()
     del sequences[3][-1]
-    assert told(sequences) == "rank 0 waits in its collective 2, all_reduce of 8 bytes of float32, for rank 3, which has ended"
+    assert told(sequences) == ("rank 0 waits in its collective 2, all_reduce of 8 bytes of float32, for rank 3, which has finished")
 
 
 def test_a_wrong_group() -> None:
     sequences = agreeing()
     sequences[2][1] = reduced(0, 2)
-    assert "circle of waits" in told(sequences)
+    assert "deadlock" in told(sequences)
     sequences[2][1] = reduced(2, 5)
-    assert "with rank 5, which does not run" in told(sequences)
+    assert "with rank 5, which does not exist" in told(sequences)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_swapped_send_and_receive() -> None:
     assert find_disagreement(sequences) is None  # swapped on both sides it is a message the other way
     sequences = agreeing()
     sequences[2][0] = sent(0)
-    assert told(sequences) == "rank 0 sends 4 bytes of float32 to rank 2 (its collective 1), which never receives it"
+    assert told(sequences) == ("rank 0 sends 4 bytes of float32 to rank 2 (its collective 1), but rank 2 never receives it")
     sequences = agreeing()
     sequences[0][1] = received(2)
-    assert told(sequences) == "rank 2 waits for 4 bytes of float32 from rank 0 (its collective 0), which never sends it"
+    assert told(sequences) == ("rank 2 waits for 4 bytes of float32 from rank 0 (its collective 0), but rank 0 never sends it")
 
 
 def test_a_message_of_another_size() -> None:
